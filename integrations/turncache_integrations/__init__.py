@@ -1,0 +1,1 @@
+"""Integrations with agent frameworks: one module per framework, imported by name."""

@@ -1,0 +1,707 @@
+"""The wire contract: every header, field and word that crosses a process.
+
+Standard library only, so that client, router and engine can share it. Names live
+here and nowhere else.
+
+Version history of :data:`PROTOCOL_VERSION`:
+
+1. first version.
+
+A change that an older reader would misunderstand raises the version; a new member
+of a dictionary does not, because unknown members are ignored.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from turncache.errors import ProtocolError
+
+PROTOCOL_VERSION: Final = 1
+
+# --- request headers -------------------------------------------------------------
+SESSION_HEADER: Final = "X-Session-ID"
+PARENT_HEADER: Final = "X-Parent-Session-ID"
+FINAL_HEADER: Final = "X-Session-Final"
+CALL_HEADER: Final = "Turncache"
+TOOLS_HEADER: Final = "Turncache-Tools"
+# --- answer headers --------------------------------------------------------------
+OUTCOME_HEADER: Final = "Turncache-Outcome"
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+
+MAX_SESSION_ID_CHARS: Final = 256
+MAX_TOOLS: Final = 16
+MAX_TOOLS_BYTES: Final = 512
+ANY_TOOL: Final = "*"
+MAX_RETAIN_S: Final = 3600.0
+DEFAULT_RETAIN_S: Final = 120.0
+MIN_PRIORITY: Final = 0
+MAX_PRIORITY: Final = 100
+DEFAULT_PRIORITY: Final = 50
+
+_VISIBLE_ASCII = re.compile(r"[\x21-\x7e]+")
+
+
+class Boundary(enum.StrEnum):
+    """How a call ended: what kind of wait begins."""
+
+    TOOL = "tool"
+    USER = "user"
+    FINAL = "final"
+
+
+class Cause(enum.StrEnum):
+    """Why a call is made."""
+
+    USER = "user"
+    TOOL = "tool"
+    FORK = "fork"
+    COMPACTION = "compaction"
+    RETRY = "retry"
+
+
+class Plan(enum.StrEnum):
+    """How the router served a call."""
+
+    SINGLE = "single"
+    DECODE = "decode"
+    RETURN = "return"
+    COLD = "cold"
+
+
+class Reason(enum.StrEnum):
+    """Why a call's KV was reused no further than it was. One closed list."""
+
+    OK = "ok"
+    NEW_SESSION = "new_session"
+    BELOW_THRESHOLD = "below_threshold"
+    DEARER = "dearer"
+    EVICTED = "evicted"
+    OVER_BUDGET = "over_budget"
+    DIVERGED = "diverged"
+    SOURCE_UNKNOWN = "source_unknown"
+    SOURCE_GONE = "source_gone"
+    TIMEOUT = "timeout"
+    INCOMPATIBLE = "incompatible"
+    UNSUPPORTED = "unsupported"
+    DISABLED = "disabled"
+    ERROR = "error"
+
+
+class Mode(enum.StrEnum):
+    """What the engine extension does: nothing, count only, or act."""
+
+    OFF = "off"
+    OBSERVE = "observe"
+    ON = "on"
+
+
+# --- structured fields (RFC 9651) ------------------------------------------------
+
+_KEY = re.compile(r"[a-z*][a-z0-9_\-.*]*")
+_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,3})?")
+_TOKEN = re.compile(r"[A-Za-z*][A-Za-z0-9!#$%&'*+\-.^_`|~:/]*")
+
+#: A bare item: ``bool``, ``int``, ``float`` or ``str``.
+Item = bool | int | float | str
+
+
+def parse_dictionary(header: str, text: str) -> dict[str, Item]:
+    """Parse a structured-field dictionary of bare items (RFC 9651, 3.2).
+
+    Parameters of members are read and dropped; inner lists, byte sequences and
+    dates are refused because no header of ours has them. A repeated key keeps its
+    last value, as the RFC says.
+
+    Raises:
+        ProtocolError: naming ``header`` and the position of the first bad character.
+    """
+    out: dict[str, Item] = {}
+    at = _skip(text, 0, " ")
+    while at < len(text):
+        match = _KEY.match(text, at)
+        if match is None:
+            raise ProtocolError(header, f"no dictionary key at character {at} of {text!r}")
+        key, at = match.group(), match.end()
+        value: Item = True
+        if text[at : at + 1] == "=":
+            value, at = _item(header, text, at + 1)
+        at = _parameters(header, text, at)
+        out[key] = value
+        at = _skip(text, at, " \t")
+        if at == len(text):
+            break
+        if text[at] != ",":
+            raise ProtocolError(header, f"expected ',' at character {at} of {text!r}")
+        at = _skip(text, at + 1, " \t")
+        if at == len(text):
+            raise ProtocolError(header, f"trailing ',' in {text!r}")
+    return out
+
+
+def format_dictionary(members: Mapping[str, Item]) -> str:
+    """Serialise a dictionary of bare items (RFC 9651, 4.1.2)."""
+    return ", ".join(
+        key if value is True else f"{key}={_format_item(value)}"
+        for key, value in members.items()
+    )
+
+
+def _skip(text: str, at: int, what: str) -> int:
+    while at < len(text) and text[at] in what:
+        at += 1
+    return at
+
+
+def _parameters(header: str, text: str, at: int) -> int:
+    while text[at : at + 1] == ";":
+        at = _skip(text, at + 1, " ")
+        match = _KEY.match(text, at)
+        if match is None:
+            raise ProtocolError(header, f"no parameter name at character {at} of {text!r}")
+        at = match.end()
+        if text[at : at + 1] == "=":
+            _, at = _item(header, text, at + 1)
+    return at
+
+
+def _item(header: str, text: str, at: int) -> tuple[Item, int]:
+    first = text[at : at + 1]
+    if first == '"':
+        return _string(header, text, at)
+    if first == "?":
+        flag = text[at + 1 : at + 2]
+        if flag in ("0", "1"):
+            return flag == "1", at + 2
+    elif match := _NUMBER.match(text, at):
+        number = match.group()
+        return (float(number) if "." in number else int(number)), match.end()
+    elif match := _TOKEN.match(text, at):
+        return match.group(), match.end()
+    raise ProtocolError(header, f"no item at character {at} of {text!r}")
+
+
+def _string(header: str, text: str, at: int) -> tuple[str, int]:
+    out: list[str] = []
+    here = at + 1
+    while here < len(text):
+        char = text[here]
+        if char == '"':
+            return "".join(out), here + 1
+        if char == "\\":
+            here += 1
+            char = text[here : here + 1]
+            if char not in ('"', "\\"):
+                raise ProtocolError(header, f"bad escape at character {here} of {text!r}")
+        elif not " " <= char <= "~":
+            raise ProtocolError(header, f"character {char!r} is not allowed in a string")
+        out.append(char)
+        here += 1
+    raise ProtocolError(header, f"string without end at character {at} of {text!r}")
+
+
+def _format_item(value: Item) -> str:
+    if isinstance(value, bool):
+        return "?1" if value else "?0"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        shown = f"{value:.3f}".rstrip("0")
+        return shown + "0" if shown.endswith(".") else shown
+    if _TOKEN.fullmatch(value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# --- sessions --------------------------------------------------------------------
+
+
+def check_session_id(value: str, *, field_name: str = SESSION_HEADER) -> str:
+    """Return ``value`` when it is a legal session id.
+
+    Raises:
+        ProtocolError: unless it has 1 to 256 visible ASCII characters.
+    """
+    if not isinstance(value, str) or not _VISIBLE_ASCII.fullmatch(value):
+        raise ProtocolError(
+            field_name,
+            f"{_shown(value)} is no session id: expected 1 to {MAX_SESSION_ID_CHARS} visible "
+            "ASCII characters without spaces; hash or percent-encode other names",
+        )
+    if len(value) > MAX_SESSION_ID_CHARS:
+        raise ProtocolError(
+            field_name,
+            f"session id of {len(value)} characters; at most {MAX_SESSION_ID_CHARS} are allowed: "
+            "hash longer names",
+        )
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+class SessionSource(enum.StrEnum):
+    """Where a session id was found, in order of precedence."""
+
+    SESSION_HEADER = "x-session-id"
+    DYNAMO_HEADER = "x-dynamo-session-id"
+    CLAUDE_CODE = "x-claude-code-session-id"
+    OPENCODE = "x-opencode-session"
+    AFFINITY_HEADER = "x-session-affinity"
+    CORRELATION_HEADER = "x-correlation-id"
+    CODEX = "session-id"
+    BODY_SESSION = "session_id"
+    BODY_CONVERSATION = "conversation_id"
+    BODY_CACHE_KEY = "prompt_cache_key"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who a request belongs to, as one schema says it."""
+
+    session_id: str
+    source: SessionSource
+    parent_id: str | None = None
+
+
+#: Header schemas in order of precedence: (id header, parent or agent header or None).
+_HEADER_SCHEMAS: Final = (
+    (SessionSource.SESSION_HEADER, "x-parent-session-id"),
+    (SessionSource.DYNAMO_HEADER, "x-dynamo-parent-session-id"),
+    (SessionSource.CLAUDE_CODE, "x-claude-code-parent-agent-id"),
+    (SessionSource.OPENCODE, None),
+    (SessionSource.AFFINITY_HEADER, None),
+    (SessionSource.CORRELATION_HEADER, None),
+    (SessionSource.CODEX, None),
+)
+_BODY_SCHEMAS: Final = (
+    SessionSource.BODY_SESSION,
+    SessionSource.BODY_CONVERSATION,
+    SessionSource.BODY_CACHE_KEY,
+)
+
+
+def identify(headers: Mapping[str, str], body: Mapping[str, Any]) -> Identity | None:
+    """Find the session of a request: the first schema that is present wins, whole.
+
+    Schemas are never mixed: a parent is only read from the schema that gave the id.
+
+    Args:
+        headers: request headers with lower-case names.
+        body: the parsed JSON body.
+
+    Returns:
+        The identity, or None when no schema is present.
+
+    Raises:
+        ProtocolError: when the schema that is present holds an illegal id.
+    """
+    for source, parent_name in _HEADER_SCHEMAS:
+        value = headers.get(source.value)
+        if value:
+            session_id = check_session_id(value, field_name=source.value)
+            agent = headers.get("x-claude-code-agent-id")
+            if source is SessionSource.CLAUDE_CODE and agent:
+                # Sub-agents of Claude Code share the session id: each is its own session.
+                child = check_session_id(f"{session_id}/{agent}", field_name=source.value)
+                return Identity(session_id=child, source=source, parent_id=session_id)
+            parent = headers.get(parent_name) if parent_name else None
+            if parent:
+                check_session_id(parent, field_name=parent_name or source.value)
+            return Identity(session_id=session_id, source=source, parent_id=parent or None)
+    for source in _BODY_SCHEMAS:
+        value = body.get(source.value)
+        if isinstance(value, str) and value:
+            return Identity(
+                session_id=check_session_id(value, field_name=source.value), source=source
+            )
+    return None
+
+
+# --- what a client says about a call -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTags:
+    """What a client says about one call.
+
+    Attributes:
+        session_id: the session, 1 to 256 visible ASCII characters.
+        parent_id: session that this one was forked or spawned from.
+        final: nothing follows this call.
+        turn: number of the turn in the session, from 1; for people, never for decisions.
+        call: number of the call in its turn, from 1; likewise.
+        cause: why the call is made.
+        retain_s: seconds to keep the KV after the call, None for the server's choice.
+        priority: 0 to 100, orders sessions within a tenant only.
+        tools: measured tool durations in seconds by tool name, ``*`` for any other.
+    """
+
+    session_id: str
+    parent_id: str | None = None
+    final: bool = False
+    turn: int | None = None
+    call: int | None = None
+    cause: Cause | None = None
+    retain_s: float | None = None
+    priority: int = DEFAULT_PRIORITY
+    tools: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def to_headers(self) -> dict[str, str]:
+        """Encode as request headers."""
+        members: dict[str, Item] = {"v": PROTOCOL_VERSION}
+        if self.turn is not None:
+            members["turn"] = self.turn
+        if self.call is not None:
+            members["call"] = self.call
+        if self.cause is not None:
+            members["cause"] = self.cause.value
+        members["retain"] = "auto" if self.retain_s is None else float(self.retain_s)
+        members["priority"] = self.priority
+        headers = {
+            SESSION_HEADER: check_session_id(self.session_id),
+            CALL_HEADER: format_dictionary(members),
+        }
+        if self.parent_id is not None:
+            headers[PARENT_HEADER] = check_session_id(self.parent_id, field_name=PARENT_HEADER)
+        if self.final:
+            headers[FINAL_HEADER] = "true"
+        if tools := format_tools(self.tools):
+            headers[TOOLS_HEADER] = tools
+        return headers
+
+
+def tags_from_headers(headers: Mapping[str, str], identity: Identity) -> CallTags:
+    """Decode what a client said about a call whose session is already known.
+
+    Args:
+        headers: request headers with lower-case names.
+        identity: result of :func:`identify`.
+
+    Raises:
+        ProtocolError: on a version that is not spoken here, or a member of the wrong type.
+    """
+    members = parse_dictionary(CALL_HEADER, headers.get(CALL_HEADER.lower(), ""))
+    if members:
+        check_version(CALL_HEADER, members)
+    final = headers.get(FINAL_HEADER.lower(), "false").strip().lower()
+    if final not in ("true", "false"):
+        raise ProtocolError(FINAL_HEADER, f"{_shown(final)}: expected true or false")
+    cause = members.get("cause")
+    if cause is not None and cause not in set(Cause):
+        raise ProtocolError(CALL_HEADER, f"cause={cause}: expected one of {_words(Cause)}")
+    return CallTags(
+        session_id=identity.session_id,
+        parent_id=identity.parent_id,
+        final=final == "true",
+        turn=_count(members, "turn"),
+        call=_count(members, "call"),
+        cause=None if cause is None else Cause(str(cause)),
+        retain_s=_retain(members),
+        priority=_priority(members),
+        tools=parse_tools(headers.get(TOOLS_HEADER.lower(), "")),
+    )
+
+
+def check_version(header: str, members: Mapping[str, Item]) -> None:
+    """Refuse a dictionary whose version is not spoken here.
+
+    Raises:
+        ProtocolError: when member ``v`` is missing or another version.
+    """
+    version = members.get("v")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            header, f"version {version!r} is not supported; this side speaks {PROTOCOL_VERSION}"
+        )
+
+
+def _words(kind: type[enum.StrEnum]) -> str:
+    return ", ".join(member.value for member in kind)
+
+
+def _count(members: Mapping[str, Item], name: str) -> int | None:
+    value = members.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ProtocolError(CALL_HEADER, f"{name}={value}: expected a whole number from 1")
+    return value
+
+
+def _retain(members: Mapping[str, Item]) -> float | None:
+    value = members.get("retain", "auto")
+    if value == "auto":
+        return None
+    if isinstance(value, (bool, str)) or value < 0:
+        raise ProtocolError(CALL_HEADER, f"retain={value}: expected auto or seconds from 0")
+    return float(value)
+
+
+def _priority(members: Mapping[str, Item]) -> int:
+    value = members.get("priority", DEFAULT_PRIORITY)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not MIN_PRIORITY <= value <= MAX_PRIORITY
+    ):
+        raise ProtocolError(
+            CALL_HEADER,
+            f"priority={value}: expected a whole number from {MIN_PRIORITY} to {MAX_PRIORITY}",
+        )
+    return value
+
+
+def format_tools(durations_s: Mapping[str, float]) -> str:
+    """Encode tool durations: at most 16 rows and 512 bytes, what does not fit is left out.
+
+    Names that are no structured-field key are left out too; the row ``*`` covers them.
+    """
+    rows: list[str] = []
+    size = 0
+    ordered: Iterable[tuple[str, float]] = durations_s.items()
+    if ANY_TOOL in durations_s:
+        ordered = [(ANY_TOOL, durations_s[ANY_TOOL]), *durations_s.items()]
+    seen: set[str] = set()
+    for name, seconds in ordered:
+        if name in seen or not _KEY.fullmatch(name) or not math.isfinite(seconds) or seconds < 0:
+            continue
+        row = f"{name}={_format_item(float(seconds))}"
+        if len(rows) == MAX_TOOLS or size + len(row) + 2 > MAX_TOOLS_BYTES:
+            break
+        seen.add(name)
+        rows.append(row)
+        size += len(row) + 2
+    return ", ".join(rows)
+
+
+def parse_tools(text: str) -> dict[str, float]:
+    """Decode tool durations in seconds by name.
+
+    Raises:
+        ProtocolError: over 512 bytes, over 16 rows, or a value that is not seconds from 0.
+    """
+    if len(text) > MAX_TOOLS_BYTES:
+        raise ProtocolError(
+            TOOLS_HEADER, f"{len(text)} bytes; at most {MAX_TOOLS_BYTES} are allowed"
+        )
+    members = parse_dictionary(TOOLS_HEADER, text)
+    if len(members) > MAX_TOOLS:
+        raise ProtocolError(TOOLS_HEADER, f"{len(members)} rows; at most {MAX_TOOLS} are allowed")
+    out: dict[str, float] = {}
+    for name, value in members.items():
+        if isinstance(value, (bool, str)) or value < 0:
+            raise ProtocolError(TOOLS_HEADER, f"{name}={value}: expected seconds from 0")
+        out[name] = float(value)
+    return out
+
+
+# --- what happened to a call's KV ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What happened to the KV of one call's prompt, in tokens.
+
+    Always ``local + returned + computed == prompt``.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        local: found in the cache of the engine that did the prefill.
+        returned: pulled from another engine and verified.
+        computed: computed by this call.
+        lost: part of ``computed`` that an earlier call of the lineage had computed.
+        plan: how the router served the call.
+        reason: why no more was reused.
+        at: token at which the prompt diverged from the lineage, with reason ``diverged``.
+    """
+
+    prompt: int
+    local: int
+    returned: int
+    computed: int
+    lost: int = 0
+    plan: Plan | None = None
+    reason: Reason = Reason.OK
+    at: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = (self.prompt, self.local, self.returned, self.computed, self.lost)
+        if min(counts) < 0 or self.local + self.returned + self.computed != self.prompt:
+            raise ProtocolError(
+                OUTCOME_HEADER,
+                f"local {self.local} + returned {self.returned} + computed {self.computed} "
+                f"must be prompt {self.prompt}, all from 0",
+            )
+        if self.lost > self.computed:
+            raise ProtocolError(
+                OUTCOME_HEADER, f"lost {self.lost} is more than computed {self.computed}"
+            )
+
+    @property
+    def reused(self) -> int:
+        """Tokens that were not computed by this call."""
+        return self.local + self.returned
+
+    def to_header(self) -> str:
+        """Encode as the value of ``Turncache-Outcome``."""
+        members: dict[str, Item] = {
+            "prompt": self.prompt,
+            "local": self.local,
+            "returned": self.returned,
+            "computed": self.computed,
+            "lost": self.lost,
+        }
+        if self.plan is not None:
+            members["plan"] = self.plan.value
+        members["reason"] = self.reason.value
+        if self.at is not None:
+            members["at"] = self.at
+        return format_dictionary(members)
+
+    @classmethod
+    def from_header(cls, text: str) -> Outcome:
+        """Decode the value of ``Turncache-Outcome``.
+
+        Raises:
+            ProtocolError: when a count is missing or the counts do not add up.
+        """
+        members = parse_dictionary(OUTCOME_HEADER, text)
+        counts: dict[str, int] = {}
+        for name in ("prompt", "local", "returned", "computed", "lost"):
+            value = members.get(name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ProtocolError(OUTCOME_HEADER, f"{name}={value!r}: expected a whole number")
+            counts[name] = value
+        plan, reason, at = members.get("plan"), members.get("reason"), members.get("at")
+        return cls(
+            **counts,
+            plan=Plan(str(plan)) if plan in set(Plan) else None,
+            # A reason that a newer server knows and we do not is still an answer.
+            reason=Reason(str(reason)) if reason in set(Reason) else Reason.ERROR,
+            at=at if isinstance(at, int) and not isinstance(at, bool) else None,
+        )
+
+
+# --- what the router tells an engine -------------------------------------------------
+
+#: Prefix of every scalar of ours in ``vllm_xargs``.
+XARG_PREFIX: Final = "tc_"
+#: Members that steer an engine and never come from outside.
+STRIPPED_BODY_MEMBERS: Final = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHints:
+    """Flat scalars for one engine, carried in ``vllm_xargs``.
+
+    Attributes:
+        session: namespaced session id.
+        parent: namespaced session id of the parent.
+        tenant: opaque tenant name.
+        retain_s: seconds to keep the KV after this call, None for the engine's default.
+        expect_s: seconds until the next call is expected, None when unknown.
+        priority: 0 to 100.
+        source: engine id to pull from; resolved in the engine's own allow-list.
+        handover: another engine will take this prompt: keep it above everything until then.
+        call: how this leg is to be counted: ``prefill``, ``decode`` or ``single``.
+        request: id under which the outcome is kept; vLLM randomises its own.
+        final: nothing follows this call.
+        compaction: the caller replaced its history: the old chain is superseded.
+    """
+
+    session: str
+    parent: str | None = None
+    tenant: str | None = None
+    retain_s: float | None = None
+    expect_s: float | None = None
+    priority: int = DEFAULT_PRIORITY
+    source: str | None = None
+    handover: bool = False
+    call: str | None = None
+    request: str | None = None
+    final: bool = False
+    compaction: bool = False
+
+    def to_xargs(self) -> dict[str, str | int | float]:
+        """Encode as scalars; members at their default are left out."""
+        out: dict[str, str | int | float] = {"tc_v": PROTOCOL_VERSION, "tc_session": self.session}
+        for name in ("parent", "tenant", "retain_s", "expect_s", "source", "call", "request"):
+            value = getattr(self, name)
+            if value is not None:
+                out[XARG_PREFIX + name] = value
+        if self.priority != DEFAULT_PRIORITY:
+            out["tc_priority"] = self.priority
+        for name in ("handover", "final", "compaction"):
+            if getattr(self, name):
+                out[XARG_PREFIX + name] = 1
+        return out
+
+    @classmethod
+    def from_xargs(cls, xargs: Mapping[str, Any], *, trusted: bool) -> EngineHints | None:
+        """Decode scalars; anything malformed is ignored, because an engine must not fail on it.
+
+        Args:
+            xargs: the request's extra arguments.
+            trusted: whether our router is in front; otherwise only the session and a
+                clipped retention are read.
+
+        Returns:
+            The hints, or None without a legal session.
+        """
+        session = xargs.get("tc_session")
+        if not _is_legal_id(session):
+            return None
+        retain_s = _seconds(xargs.get("tc_retain_s"))
+        if not trusted or xargs.get("tc_v") != PROTOCOL_VERSION:
+            return cls(session=session, retain_s=retain_s)
+        priority = xargs.get("tc_priority", DEFAULT_PRIORITY)
+        return cls(
+            session=session,
+            parent=_legal_or_none(xargs.get("tc_parent")),
+            tenant=_legal_or_none(xargs.get("tc_tenant")),
+            retain_s=retain_s,
+            expect_s=_seconds(xargs.get("tc_expect_s")),
+            priority=priority
+            if isinstance(priority, int) and MIN_PRIORITY <= priority <= MAX_PRIORITY
+            else DEFAULT_PRIORITY,
+            source=_legal_or_none(xargs.get("tc_source")),
+            handover=xargs.get("tc_handover") == 1,
+            call=_legal_or_none(xargs.get("tc_call")),
+            request=_legal_or_none(xargs.get("tc_request")),
+            final=xargs.get("tc_final") == 1,
+            compaction=xargs.get("tc_compaction") == 1,
+        )
+
+
+def _is_legal_id(value: object) -> bool:
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= MAX_SESSION_ID_CHARS
+        and _VISIBLE_ASCII.fullmatch(value) is not None
+    )
+
+
+def _legal_or_none(value: object) -> str | None:
+    return str(value) if _is_legal_id(value) else None
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return min(float(value), MAX_RETAIN_S) if math.isfinite(value) and value >= 0 else None
+
+
+def members_from_outside(members: Iterable[str]) -> Iterator[str]:
+    """Yield the names among ``members`` that a client must not set in ``vllm_xargs``."""
+    for name in members:
+        if name.startswith(XARG_PREFIX) or name in STRIPPED_BODY_MEMBERS or name == "session_id":
+            yield name

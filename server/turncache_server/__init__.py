@@ -1,0 +1,1 @@
+"""turncache's server side: retention, the engine connector, control plane, router, launcher."""

@@ -1,0 +1,1 @@
+"""The control plane: small, versioned messages between engines and router, beside the data path."""

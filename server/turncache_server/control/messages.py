@@ -1,0 +1,252 @@
+"""Messages of the control plane, versioned.
+
+A message is one msgpack map ``{v, id, body}``. The version is checked before the body
+is decoded, so that another version gets a clear answer. Times never cross as clock
+readings, only as remaining seconds. Unknown members are ignored.
+
+Version history of :data:`CONTROL_VERSION`:
+
+1. hello, peek, verify, call, mode, stats.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from turncache.errors import ProtocolError
+
+CONTROL_VERSION: Final = 1
+#: A peek of 100,000 tokens in blocks of 16 carries 6,250 hashes of 32 bytes: 213 KB.
+MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
+MAX_HASHES: Final = 131_072
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """Who are you, and may we exchange KV?"""
+
+
+class Peek(msgspec.Struct, frozen=True, kw_only=True, tag="peek"):
+    """Which written blocks of this hash chain do you hold, at which epochs?
+
+    Attributes:
+        session: namespaced session id; only counts what was known, never grants anything.
+        hashes: chain hashes of the prompt's full blocks, in order.
+    """
+
+    session: str
+    hashes: list[bytes]
+
+
+class Verify(msgspec.Struct, frozen=True, kw_only=True, tag="verify"):
+    """Are these blocks still what they were at the peek?
+
+    Attributes:
+        start_id: of the source when it was peeked at.
+        generation: likewise.
+        block_ids: blocks that were read.
+        epochs: their epochs at the peek.
+        hashes: what they must hold.
+    """
+
+    start_id: str
+    generation: int
+    block_ids: list[int]
+    epochs: list[int]
+    hashes: list[bytes]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
+    """What happened to the KV of the call that carried ``tc_request``?"""
+
+    request: str
+
+
+class SetMode(msgspec.Struct, frozen=True, kw_only=True, tag="mode"):
+    """Switch to ``off``, ``observe`` or ``on``; an empty mode only asks."""
+
+    mode: str = ""
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """Counters and gauges of the extension."""
+
+
+Request = Hello | Peek | Verify | Call | SetMode | Stats
+
+
+class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
+    """What a peer needs to know before it may read from this engine.
+
+    Attributes:
+        engine_id: NIXL engine id.
+        start_id: random per start of the engine process.
+        generation: rises whenever cached KV stops being valid.
+        side: ``prefill``, ``decode`` or ``single``.
+        mode: what the extension does at present.
+        fingerprint: everything that must be equal for KV to be exchanged.
+        nixl_host: host of the NIXL side channel, empty where there is none.
+        nixl_port: port of the NIXL side channel.
+        tp_size: tensor parallel size.
+        block_size: tokens per block.
+        num_blocks: blocks in the pool.
+        max_model_len: longest sequence in tokens.
+        vllm_version: version of vLLM.
+        missing: what keeps this engine from its full use, in words.
+    """
+
+    engine_id: str
+    start_id: str
+    generation: int
+    side: str
+    mode: str
+    fingerprint: dict[str, str]
+    nixl_host: str = ""
+    nixl_port: int = 0
+    tp_size: int = 1
+    block_size: int = 0
+    num_blocks: int = 0
+    max_model_len: int = 0
+    vllm_version: str = ""
+    missing: list[str] = []
+
+
+class PeekReply(msgspec.Struct, frozen=True, kw_only=True, tag="peek_reply"):
+    """The longest written prefix of the chain.
+
+    Attributes:
+        block_ids: one block per hash, as far as held.
+        epochs: their epochs.
+        known: hashes of the chain that this engine once computed for the session,
+            whether or not it still holds them.
+    """
+
+    start_id: str
+    generation: int
+    block_ids: list[int]
+    epochs: list[int]
+    known: int = 0
+
+
+class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, tag="verify_reply"):
+    """How many of the blocks, from the first, are unchanged."""
+
+    start_id: str
+    generation: int
+    valid: int
+
+
+class CallReply(msgspec.Struct, frozen=True, kw_only=True, tag="call_reply"):
+    """Outcome of a call on this engine, in tokens; ``found`` is false for an unknown id.
+
+    Attributes:
+        done: the call has ended here; before, the counts are those of its admission.
+    """
+
+    found: bool
+    done: bool = False
+    prompt: int = 0
+    local: int = 0
+    returned: int = 0
+    computed: int = 0
+    lost: int = 0
+    reason: str = "ok"
+    at: int | None = None
+    pull_s: float = 0.0
+
+
+class ModeReply(msgspec.Struct, frozen=True, kw_only=True, tag="mode_reply"):
+    """The mode that is in force and why it may differ from what was asked."""
+
+    mode: str
+    why: str = ""
+
+
+class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):
+    """Counters (monotone) and gauges (now) by name."""
+
+    counters: dict[str, float]
+    gauges: dict[str, float]
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
+    """The request was not carried out.
+
+    Attributes:
+        code: ``version``, ``malformed``, ``too_large``, ``unsupported`` or ``error``.
+        why: what was wrong, in words.
+    """
+
+    code: str
+    why: str
+
+
+Reply = HelloReply | PeekReply | VerifyReply | CallReply | ModeReply | StatsReply | Refusal
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    v: int
+    id: int
+    body: msgspec.Raw
+
+
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(number: int, body: Request | Reply) -> bytes:
+    """Encode one message; ``number`` pairs an answer with its question."""
+    return _encoder.encode({"v": CONTROL_VERSION, "id": number, "body": body})
+
+
+def open_envelope(data: bytes) -> tuple[int, bytes]:
+    """Check size and version, and return (number, undecoded body).
+
+    Raises:
+        ProtocolError: field ``too_large``, ``malformed`` or ``version``.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError("too_large", f"{len(data)} bytes; at most {MAX_MESSAGE_BYTES}")
+    try:
+        envelope = _envelopes.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError("malformed", str(error)) from error
+    if envelope.v != CONTROL_VERSION:
+        raise ProtocolError(
+            "version", f"control version {envelope.v}; this side speaks {CONTROL_VERSION}"
+        )
+    return envelope.id, bytes(envelope.body)
+
+
+def decode_request(body: bytes) -> Request:
+    """Decode a question.
+
+    Raises:
+        ProtocolError: when it is no known question or breaks a bound.
+    """
+    try:
+        request = _requests.decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError("malformed", str(error)) from error
+    if isinstance(request, (Peek, Verify)) and len(request.hashes) > MAX_HASHES:
+        raise ProtocolError("too_large", f"{len(request.hashes)} hashes; at most {MAX_HASHES}")
+    if isinstance(request, Verify) and not (
+        len(request.block_ids) == len(request.epochs) == len(request.hashes)
+    ):
+        raise ProtocolError("malformed", "block_ids, epochs and hashes differ in length")
+    return request
+
+
+def decode_reply(body: bytes) -> Reply:
+    """Decode an answer.
+
+    Raises:
+        ProtocolError: when it is no known answer.
+    """
+    try:
+        return _replies.decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError("malformed", str(error)) from error

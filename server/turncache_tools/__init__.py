@@ -1,0 +1,1 @@
+"""The tools: command line, demo, and what shows that it pays."""
