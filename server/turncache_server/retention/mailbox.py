@@ -1,0 +1,99 @@
+"""The one way from other threads to the engine thread: a bounded mailbox without a lock.
+
+Other threads post; the engine thread drains, before the free queue's choice and in the
+per-step hooks and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from turncache_server.retention.lineages import Signal
+
+CAPACITY: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """A peer is about to read these blocks: let them be the last of their shelves.
+
+    Attributes:
+        block_ids: blocks named to the peer.
+        epochs: their epochs when they were named; a block that has moved on is ignored.
+        generation: cache generation at that time; commands of another one are dropped.
+    """
+
+    block_ids: tuple[int, ...]
+    epochs: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A peer has verified the prompt that ends in this chain hash."""
+
+    tail_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The world outside a request says something about a session."""
+
+    session: str
+    kind: Signal
+    expect_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchMode:
+    """Switch the extension to ``off``, ``observe`` or ``on``."""
+
+    mode: str
+
+
+Command = Promote | HandedOver | Signalled | SwitchMode
+
+
+class Mailbox:
+    """Bounded queue of commands; any thread posts, the engine thread drains.
+
+    Built on a deque, whose append and popleft are atomic.
+
+    Args:
+        capacity: most commands to hold. A few more can slip in when several threads post
+            at the same moment.
+
+    Attributes:
+        refused: commands that found the mailbox full.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._commands: deque[Command] = deque()
+        self.refused = 0
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    def post(self, command: Command) -> bool:
+        """Leave a command; False when the mailbox is full.
+
+        Promotions, which are hints and come in numbers, fill half of it at most: an idle
+        engine that is only peeked at must still be able to hear a change of mode.
+        """
+        limit = self._capacity // 2 if isinstance(command, Promote) else self._capacity
+        if len(self._commands) >= limit:
+            self.refused += 1
+            return False
+        self._commands.append(command)
+        return True
+
+    def drain(self) -> list[Command]:
+        """Take what is there at the time of the call, oldest first; engine thread only."""
+        commands = self._commands
+        if not commands:
+            return []
+        # Bounded by the length now: a thread that keeps posting must not keep the engine.
+        return [commands.popleft() for _ in range(len(commands))]

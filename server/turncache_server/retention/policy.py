@@ -1,0 +1,96 @@
+"""What a lineage is worth: when it comes back, and what it costs to compute again.
+
+A policy only compares; who is in flight, handed over or prioritised is decided in
+:mod:`turncache_server.retention.lineages`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final, Protocol
+
+from turncache.errors import ConfigError
+
+
+class Candidate(Protocol):
+    """What a policy may know of a lineage. Times are those of the caller's clock."""
+
+    @property
+    def wanted_blocks(self) -> int:
+        """Blocks that the lineage still wants."""
+
+    @property
+    def finished_at_s(self) -> float:
+        """When its latest call ended or its wait was announced."""
+
+    @property
+    def expected_at_s(self) -> float | None:
+        """When it is expected back, None when nobody knows."""
+
+    @property
+    def retain_until_s(self) -> float:
+        """Until when it is retained."""
+
+
+class Policy(Protocol):
+    """Orders lineages by value."""
+
+    name: ClassVar[str]
+
+    def value(self, lineage: Candidate, now_s: float) -> float:
+        """Return the value of keeping the lineage at ``now_s``; higher stays longer."""
+
+
+class Deadline:
+    """The lineage whose retention ends first is worth least."""
+
+    name: ClassVar[str] = "deadline"
+
+    def value(self, lineage: Candidate, now_s: float) -> float:  # noqa: ARG002 - Policy
+        """Return until when the lineage is retained."""
+        return lineage.retain_until_s
+
+
+class Cost:
+    """Cost to compute a block again, over the time for which it must be kept.
+
+    The cost of a block is linear in the tokens before it (attention) with a constant part
+    (everything else), so it rises with the lineage's length. Without an expectation, and
+    when an expected return is overdue, a lineage is expected as much later as it has
+    already waited.
+
+    Args:
+        doubling_blocks: length at which attention costs as much as everything else.
+        soonest_s: expectations below this are not told apart.
+    """
+
+    name: ClassVar[str] = "cost"
+
+    def __init__(self, *, doubling_blocks: float = 2048.0, soonest_s: float = 1.0) -> None:
+        self._doubling_blocks = doubling_blocks
+        self._soonest_s = soonest_s
+
+    def value(self, lineage: Candidate, now_s: float) -> float:
+        """Return cost per block and second of keeping."""
+        cost = 1.0 + lineage.wanted_blocks / self._doubling_blocks
+        return cost / max(remaining_s(lineage, now_s), self._soonest_s)
+
+
+def remaining_s(lineage: Candidate, now_s: float) -> float:
+    """Return the seconds until a lineage is expected back, never below 0."""
+    expected_at_s = lineage.expected_at_s
+    if expected_at_s is not None and expected_at_s > now_s:
+        return expected_at_s - now_s
+    return max(0.0, now_s - lineage.finished_at_s)
+
+
+_POLICIES: Final[dict[str, type[Deadline] | type[Cost]]] = {
+    policy.name: policy for policy in (Deadline, Cost)
+}
+
+
+def policy_named(name: str) -> Policy:
+    """Return the policy that a setting names; raises ConfigError for an unknown name."""
+    if name not in _POLICIES:
+        known = ", ".join(sorted(_POLICIES))
+        raise ConfigError("policy", f"{name!r} is unknown, expected one of: {known}")
+    return _POLICIES[name]()
