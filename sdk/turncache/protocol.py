@@ -148,8 +148,7 @@ def parse_dictionary(header: str, text: str) -> dict[str, Item]:
 def format_dictionary(members: Mapping[str, Item]) -> str:
     """Serialise a dictionary of bare items (RFC 9651, 4.1.2)."""
     return ", ".join(
-        key if value is True else f"{key}={_format_item(value)}"
-        for key, value in members.items()
+        key if value is True else f"{key}={_format_item(value)}" for key, value in members.items()
     )
 
 
@@ -228,7 +227,7 @@ def check_session_id(value: str, *, field_name: str = SESSION_HEADER) -> str:
     Raises:
         ProtocolError: unless it has 1 to 256 visible ASCII characters.
     """
-    if not isinstance(value, str) or not _VISIBLE_ASCII.fullmatch(value):
+    if not _VISIBLE_ASCII.fullmatch(value):
         raise ProtocolError(
             field_name,
             f"{_shown(value)} is no session id: expected 1 to {MAX_SESSION_ID_CHARS} visible "
@@ -633,7 +632,10 @@ class EngineHints:
 
     def to_xargs(self) -> dict[str, str | int | float]:
         """Encode as scalars; members at their default are left out."""
-        out: dict[str, str | int | float] = {"tc_v": PROTOCOL_VERSION, "tc_session": self.session}
+        out: dict[str, str | int | float] = {
+            "tc_v": PROTOCOL_VERSION,
+            "tc_session": self.session,
+        }
         for name in ("parent", "tenant", "retain_s", "expect_s", "source", "call", "request"):
             value = getattr(self, name)
             if value is not None:
@@ -657,8 +659,8 @@ class EngineHints:
         Returns:
             The hints, or None without a legal session.
         """
-        session = xargs.get("tc_session")
-        if not _is_legal_id(session):
+        session = _legal_or_none(xargs.get("tc_session"))
+        if session is None:
             return None
         retain_s = _seconds(xargs.get("tc_retain_s"))
         if not trusted or xargs.get("tc_v") != PROTOCOL_VERSION:
@@ -682,16 +684,10 @@ class EngineHints:
         )
 
 
-def _is_legal_id(value: object) -> bool:
-    return (
-        isinstance(value, str)
-        and 0 < len(value) <= MAX_SESSION_ID_CHARS
-        and _VISIBLE_ASCII.fullmatch(value) is not None
-    )
-
-
 def _legal_or_none(value: object) -> str | None:
-    return str(value) if _is_legal_id(value) else None
+    if not isinstance(value, str) or len(value) > MAX_SESSION_ID_CHARS:
+        return None
+    return value if _VISIBLE_ASCII.fullmatch(value) else None
 
 
 def _seconds(value: object) -> float | None:

@@ -1,0 +1,50 @@
+"""Every name inside vLLM that is not part of its documented connector interface.
+
+Checked at start by :mod:`turncache_server.connector.selftest`; a vLLM in which one of
+them has moved makes the extension turn itself off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import hash_block_tokens
+from vllm.v1.request import RequestStatus
+
+VLLM_VERSION = str(vllm.__version__)
+CONNECTOR_VERSION = str(NIXL_CONNECTOR_VERSION)
+
+#: A call that ended with an answer; its blocks are worth keeping.
+ANSWERED = frozenset(
+    status
+    for status in RequestStatus
+    if status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+)
+
+
+def fixed_block_hash(algo: str) -> Callable[[Sequence[int]], bytes]:
+    """Return a function that hashes a first block as the prefix cache does."""
+    function = get_hash_fn_by_name(algo)
+    return lambda tokens: bytes(hash_block_tokens(function, None, list(tokens)))
+
+
+def model_folder(model_config: Any) -> Path | None:
+    """Return the local folder of the weights, None when vLLM loads them from elsewhere."""
+    folder = Path(str(model_config.model))
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub names
+
+        return Path(
+            snapshot_download(
+                str(model_config.model), revision=model_config.revision, local_files_only=True
+            )
+        )
+    except (ImportError, OSError, ValueError):
+        return None

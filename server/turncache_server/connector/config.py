@@ -1,0 +1,250 @@
+"""Settings of the extension and facts about the engine, read once into frozen values.
+
+This is the only place that looks into ``kv_connector_extra_config`` and vLLM's own
+configuration objects.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Final
+
+from turncache.errors import ConfigError
+from turncache.protocol import DEFAULT_RETAIN_S, MAX_RETAIN_S, Mode
+from turncache_server.control.server import check_loopback
+
+#: Name of our nested object in ``kv_connector_extra_config``.
+SECTION: Final = "turncache"
+POLICIES: Final = ("cost", "deadline")
+DEFAULT_RECOMPUTE_THRESHOLD: Final = 64
+
+
+class Side(enum.StrEnum):
+    """What an engine is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SINGLE = "single"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of the extension in one engine.
+
+    Attributes:
+        mode: do nothing, count only, or act.
+        side: what this engine is for.
+        policy: which lineage is worth most: ``cost`` or ``deadline``.
+        retain_default_s: seconds to keep a session's KV when the call does not say.
+        retain_max_s: longest retention that a call may ask for, in seconds.
+        retain_budget: share of the pool that may be retained.
+        tenant_budget: share of the pool that one tenant may retain.
+        pull_timeout_s: longest time for a pull, None to derive it from the prompt.
+        handover_s: seconds for which prefill keeps a prompt that decode has not taken.
+        control_address: address of the control socket, None for none.
+        peers: engines that this one may pull from: name to control address.
+        trust_hints: our router is in front: read all hints, not only the session.
+        allow_untested_vllm: act on a vLLM that is not in the table of tested versions.
+        recompute_threshold: fewest tokens worth a pull (vLLM's ``kv_recompute_threshold``).
+    """
+
+    mode: Mode = Mode.ON
+    side: Side = Side.SINGLE
+    policy: str = "cost"
+    retain_default_s: float = DEFAULT_RETAIN_S
+    retain_max_s: float = MAX_RETAIN_S
+    retain_budget: float = 0.5
+    tenant_budget: float = 0.25
+    pull_timeout_s: float | None = None
+    handover_s: float = 30.0
+    control_address: str | None = None
+    peers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    trust_hints: bool = False
+    allow_untested_vllm: bool = False
+    recompute_threshold: int = DEFAULT_RECOMPUTE_THRESHOLD
+
+
+def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
+    """Read our settings out of ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: on an unknown key or an impossible value, naming the legal ones.
+    """
+    section = extra_config.get(SECTION, {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(SECTION, f"{section!r}: expected an object of settings")
+    known = {f.name for f in fields(Settings)} - {"recompute_threshold"}
+    if unknown := sorted(set(section) - known):
+        raise ConfigError(
+            f"{SECTION}.{unknown[0]}",
+            f"unknown setting; expected one of {', '.join(sorted(known))}",
+        )
+    read = _Reader(section)
+    retain_max_s = read.seconds("retain_max_s", MAX_RETAIN_S)
+    timeout = section.get("pull_timeout_s", "auto")
+    address = section.get("control_address")
+    threshold = extra_config.get("kv_recompute_threshold", DEFAULT_RECOMPUTE_THRESHOLD)
+    if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
+        raise ConfigError("kv_recompute_threshold", f"{threshold!r}: expected tokens from 0")
+    return Settings(
+        mode=Mode(read.word("mode", Mode.ON, tuple(Mode))),
+        side=Side(read.word("side", Side.SINGLE, tuple(Side))),
+        policy=read.word("policy", "cost", POLICIES),
+        retain_default_s=min(read.seconds("retain_default_s", DEFAULT_RETAIN_S), retain_max_s),
+        retain_max_s=retain_max_s,
+        retain_budget=read.share("retain_budget", 0.5),
+        tenant_budget=read.share("tenant_budget", 0.25),
+        pull_timeout_s=None if timeout == "auto" else read.seconds("pull_timeout_s", 0.0),
+        handover_s=read.seconds("handover_s", 30.0),
+        control_address=None
+        if address is None
+        else check_loopback(str(address), setting=f"{SECTION}.control_address"),
+        peers=_peers(section.get("peers", {})),
+        trust_hints=read.flag("trust_hints"),
+        allow_untested_vllm=read.flag("allow_untested_vllm"),
+        recompute_threshold=threshold,
+    )
+
+
+class _Reader:
+    """Typed access to one section, with errors that name the setting."""
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self._section = section
+
+    def word(self, name: str, default: str, legal: tuple[str, ...]) -> str:
+        value = self._section.get(name, default)
+        if value not in legal:
+            raise ConfigError(
+                f"{SECTION}.{name}", f"{value!r}: expected one of {', '.join(map(str, legal))}"
+            )
+        return str(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._section.get(name, False)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{SECTION}.{name}", f"{value!r}: expected true or false")
+        return value
+
+    def seconds(self, name: str, default: float) -> float:
+        return self._number(name, default, high=math.inf, what="seconds from 0")
+
+    def share(self, name: str, default: float) -> float:
+        return self._number(name, default, high=1.0, what="a share from 0 to 1")
+
+    def _number(self, name: str, default: float, *, high: float, what: str) -> float:
+        value = self._section.get(name, default)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 <= value <= high
+            or not math.isfinite(value)
+        ):
+            raise ConfigError(f"{SECTION}.{name}", f"{value!r}: expected {what}")
+        return float(value)
+
+
+def _peers(value: Any) -> Mapping[str, str]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{SECTION}.peers",
+            f"{value!r}: expected an object of engine name to control address",
+        )
+    return MappingProxyType(
+        {
+            str(name): check_loopback(str(address), setting=f"{SECTION}.peers.{name}")
+            for name, address in value.items()
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the extension knows of its engine.
+
+    Attributes:
+        engine_id: NIXL engine id, new at every start.
+        num_blocks: blocks in the pool.
+        block_size: tokens per block.
+        tp_size: tensor parallel size.
+        max_model_len: longest sequence in tokens.
+        hash_algo: prefix-cache hash algorithm.
+        vllm_version: version of vLLM.
+        unsupported: why retention cannot work here, in words; empty when it can.
+        unsupported_pull: why pulls cannot work here, beside ``unsupported``.
+        missing: what an operator would want to switch on.
+    """
+
+    engine_id: str
+    num_blocks: int
+    block_size: int
+    tp_size: int
+    max_model_len: int
+    hash_algo: str
+    vllm_version: str
+    unsupported: tuple[str, ...] = ()
+    unsupported_pull: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def engine_facts(vllm_config: Any, kv_cache_config: Any, vllm_version: str) -> EngineFacts:
+    """Translate vLLM's configuration; the only reader of it beside the fingerprint."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config
+    caching = bool(cache.enable_prefix_caching)
+    return EngineFacts(
+        engine_id=str(transfer.engine_id),
+        num_blocks=int(kv_cache_config.num_blocks),
+        block_size=int(cache.block_size),
+        tp_size=int(parallel.tensor_parallel_size),
+        max_model_len=int(vllm_config.model_config.max_model_len),
+        hash_algo=str(cache.prefix_caching_hash_algo),
+        vllm_version=vllm_version,
+        unsupported=tuple(_unsupported(vllm_config, kv_cache_config)),
+        unsupported_pull=tuple(_unsupported_pull(vllm_config)),
+        missing=() if caching else ("prefix caching is off: start with --enable-prefix-caching",),
+    )
+
+
+def _unsupported(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    model = vllm_config.model_config
+    why: list[str] = []
+    if not cache.enable_prefix_caching:
+        why.append("prefix caching is off")
+    groups = list(kv_cache_config.kv_cache_groups)
+    specs = {type(group.kv_cache_spec).__name__ for group in groups}
+    if len(groups) != 1 or specs != {"FullAttentionSpec"}:
+        why.append(
+            f"KV cache groups {sorted(specs)} ({len(groups)}): only one full-attention group"
+        )
+    elif groups[0].kv_cache_spec.sliding_window or groups[0].kv_cache_spec.attention_chunk_size:
+        why.append("sliding-window or chunked attention")
+    elif groups[0].kv_cache_spec.block_size != cache.block_size or (
+        cache.hash_block_size not in (None, cache.block_size)
+    ):
+        why.append("the hash block size differs from the block size")
+    if vllm_config.speculative_config is not None:
+        why.append("speculative decoding: rejected drafts rewrite blocks")
+    if getattr(model, "is_encoder_decoder", False):
+        why.append("encoder-decoder models")
+    sizes = {
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": parallel.data_parallel_size,
+        "decode context": parallel.decode_context_parallel_size,
+        "prefill context": parallel.prefill_context_parallel_size,
+    }
+    why += [f"{name} parallelism of {size}" for name, size in sizes.items() if size > 1]
+    return why
+
+
+def _unsupported_pull(vllm_config: Any) -> list[str]:
+    why: list[str] = []
+    algo = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if "xxhash" in algo:
+        why.append(f"hash algorithm {algo}: collisions can be made, use sha256")
+    return why

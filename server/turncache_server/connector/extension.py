@@ -1,0 +1,430 @@
+"""The extension inside one engine: owner of everything that the engine thread changes.
+
+One writer: only the engine thread calls the hooks below, and only they change queue,
+ledger, lineages and records. The control thread reads, and posts to the mailbox, which is
+drained before the queue's choice and in the per-step hooks and nowhere else.
+
+A hook that fails switches the extension off for good, with one line: an exception that
+reached vLLM's scheduler would end the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+
+from turncache.protocol import EngineHints, Mode, Reason
+from turncache_server.connector.config import EngineFacts, Settings
+from turncache_server.connector.pull import Pull
+from turncache_server.connector.records import CallBook, CallRecord
+from turncache_server.connector.selftest import surprises
+from turncache_server.connector.source import Source
+from turncache_server.connector.steps import StepTracker
+from turncache_server.retention.free_queue import FreeQueue
+from turncache_server.retention.ledger import Ledger
+from turncache_server.retention.lineages import (
+    Admission,
+    ChainBlock,
+    Effect,
+    Limits,
+    LineageTable,
+)
+from turncache_server.retention.mailbox import (
+    HandedOver,
+    Mailbox,
+    Promote,
+    Signalled,
+    SwitchMode,
+)
+from turncache_server.retention.policy import policy_named
+
+logger = logging.getLogger(__name__)
+
+#: How often the order of the lineages is computed anew, at most.
+RANK_EVERY_S: Final = 0.25
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def guarded(
+    hook: Callable[Concatenate[Extension, P], T],
+) -> Callable[Concatenate[Extension, P], T | None]:
+    """Make a hook of :class:`Extension` harmless: a failure switches the extension off."""
+
+    @functools.wraps(hook)
+    def run(self: Extension, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        if self.broken is not None:
+            return None
+        try:
+            return hook(self, *args, **kwargs)
+        except Exception as error:
+            logger.exception("turncache: hook %s failed", hook.__name__)
+            self.break_off(f"{hook.__name__} failed: {type(error).__name__}: {error}")
+            return None
+
+    return cast("Callable[Concatenate[Extension, P], T | None]", run)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that this engine is serving."""
+
+    hints: EngineHints
+    admission: Admission
+    prompt: int
+    local: int = 0
+    refused: Reason | None = None
+
+
+class Extension:
+    """Retention, written marks and call records of one engine.
+
+    Args:
+        facts: what is known of the engine.
+        settings: how to act.
+        clock: monotonic seconds.
+
+    Attributes:
+        broken: why the extension is off for good, None while it works.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        settings: Settings,
+        *,
+        answered: frozenset[Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.facts = facts
+        self.settings = settings
+        self.broken: str | None = None
+        self.mode = settings.mode
+        self.requested_mode = settings.mode
+        self.ledger = Ledger(facts.num_blocks)
+        self.table = LineageTable(
+            Limits(
+                num_blocks=facts.num_blocks,
+                retain_budget=settings.retain_budget,
+                tenant_budget=settings.tenant_budget,
+                retain_max_s=settings.retain_max_s,
+                retain_default_s=settings.retain_default_s,
+                handover_s=settings.handover_s,
+            ),
+            policy_named(settings.policy),
+        )
+        self.mailbox = Mailbox()
+        self.book = CallBook()
+        self.source: Source | None = None
+        self._answered = answered
+        self._clock = clock
+        self._tracker = StepTracker(facts.block_size)
+        self._queue: FreeQueue | None = None
+        self._pool: Any = None
+        self._stock_queue_type: type | None = None
+        self._calls: dict[str, _Call] = {}
+        self._failed_loads: set[str] = set()
+        self._ranked_at_s = float("-inf")
+        self._on_mode: list[Callable[[Mode], None]] = []
+
+    # --- life -----------------------------------------------------------------------------
+
+    @property
+    def acting(self) -> bool:
+        """Whether the extension may change what the engine does."""
+        return self.broken is None and self.mode is Mode.ON
+
+    def when_mode_changes(self, listener: Callable[[Mode], None]) -> None:
+        """Have ``listener`` called on the engine thread after each change of mode."""
+        self._on_mode.append(listener)
+
+    def bind(self, pool: Any) -> None:
+        """Take the pool's free queue over, after the self-test."""
+        if self.facts.unsupported:
+            self.break_off("unsupported: " + "; ".join(self.facts.unsupported))
+            return
+        found = surprises(pool, self._adopt_scratch)
+        if found:
+            self.break_off("the self-test found: " + "; ".join(found))
+            return
+        self._pool = pool
+        self._stock_queue_type = type(pool.free_block_queue)
+        self._queue = FreeQueue.adopt(
+            pool.free_block_queue,
+            num_blocks=self.facts.num_blocks,
+            ledger=self.ledger,
+            table=self.table,
+            before_choice=self._before_choice,
+        )
+        self._queue.retaining = self.mode is Mode.ON
+        pool.free_block_queue = self._queue
+        self.source = Source(
+            pool,
+            self.ledger,
+            self.mailbox,
+            serving=lambda: self.acting and self.ledger.in_order,
+            known_blocks=self.table.known_blocks,
+        )
+        logger.info(
+            "turncache: mode %s, side %s, %d blocks of %d tokens",
+            self.mode.value,
+            self.settings.side.value,
+            self.facts.num_blocks,
+            self.facts.block_size,
+        )
+
+    def _adopt_scratch(self, stock: Any) -> FreeQueue:
+        ledger = Ledger(16)
+        table = LineageTable(Limits(num_blocks=16), policy_named(self.settings.policy))
+        return FreeQueue.adopt(stock, num_blocks=16, ledger=ledger, table=table)
+
+    def break_off(self, why: str) -> None:
+        """Switch the extension off for good and give the stock queue back."""
+        if self.broken is not None:
+            return
+        self.broken = why
+        self.mode = self.requested_mode = Mode.OFF
+        self.ledger.in_order = False
+        logger.error("turncache: off, the engine runs as stock: %s", why)
+        if self._queue is not None and self._stock_queue_type is not None:
+            self._pool.free_block_queue = self._queue.release_to(self._stock_queue_type)
+            self._queue = None
+        for listener in self._on_mode:
+            listener(Mode.OFF)
+
+    # --- hooks, in the order in which a call meets them --------------------------------------
+
+    @guarded
+    def arrived(self, request: Any) -> EngineHints | None:
+        """Admit a request; returns its hints when it belongs to a session."""
+        self._drain()
+        hints = self._hints(request)
+        if hints is None or self.mode is Mode.OFF:
+            return None
+        admission = self.table.admit(
+            session=hints.session,
+            tenant=hints.tenant,
+            hashes=list(request.block_hashes),
+            now_s=self._clock(),
+        )
+        self._calls[request.request_id] = _Call(
+            hints=hints, admission=admission, prompt=request.num_prompt_tokens
+        )
+        return hints
+
+    def _hints(self, request: Any) -> EngineHints | None:
+        params = request.sampling_params
+        extra = getattr(params, "extra_args", None) or {}
+        hints = EngineHints.from_xargs(extra, trusted=self.settings.trust_hints)
+        if hints is None and request.session_id:
+            # A client that only sends a session id, which vLLM reads itself.
+            hints = EngineHints.from_xargs(
+                {"tc_session": request.session_id}, trusted=self.settings.trust_hints
+            )
+        return hints
+
+    @guarded
+    def refused_pull(self, request_id: str, reason: Reason) -> None:
+        """Note why a request that named a source does not pull."""
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.refused = reason
+
+    @guarded
+    def looked_at(self, request: Any, local_tokens: int) -> None:
+        """Note the local hit; the last look before the first step counts."""
+        call = self._calls.get(request.request_id)
+        if call is not None and request.num_preemptions == 0:
+            call.local = local_tokens
+
+    @guarded
+    def admitted(self, request: Any, pull: Pull | None) -> None:
+        """Put the record of a request that is about to be computed."""
+        call = self._calls.get(request.request_id)
+        if call is not None and request.num_preemptions == 0:
+            self.book.put(call.hints.request, self._record(call, pull))
+
+    @guarded
+    def step_scheduled(self, scheduler_output: Any) -> None:
+        """Note which blocks the step writes (``build_connector_meta``)."""
+        self._drain()
+        self.ledger.schedule(self._tracker.writes(scheduler_output))
+        self._tick()
+
+    @guarded
+    def loads_failed(self, request_ids: set[str]) -> None:
+        """Remember whose loads failed: their step marks nothing."""
+        self._failed_loads |= request_ids
+
+    @guarded
+    def step_processed(self) -> None:
+        """Mark what the oldest scheduled step has written (``take_events``)."""
+        failed, self._failed_loads = self._failed_loads, set()
+        was_in_order = self.ledger.in_order
+        self.ledger.processed(failed=failed)
+        if was_in_order and not self.ledger.in_order:
+            logger.error("turncache: steps came back out of order: this engine is no source")
+        self._drain()
+
+    @guarded
+    def finished(self, request: Any, block_ids: list[int], pull: Pull | None) -> None:
+        """Keep an answered call's blocks wanted; called before vLLM frees them."""
+        call = self._calls.pop(request.request_id, None)
+        if call is None:
+            return
+        now_s = self._clock()
+        if request.status in self._answered:
+            effect = self._keep(call, request, block_ids, now_s)
+        else:
+            effect = self.table.cancel(call.admission, now_s=now_s)
+        self.book.finish(call.hints.request, self._record(call, pull))
+        self._apply(effect)
+
+    def _keep(self, call: _Call, request: Any, block_ids: list[int], now_s: float) -> Effect:
+        hints = call.hints
+        # The last sampled token has no KV, so the block that it fills is not complete.
+        complete = min(
+            request.num_computed_tokens // self.facts.block_size,
+            len(request.block_hashes),
+            len(block_ids),
+        )
+        epoch = self.ledger.epoch
+        chain = [
+            ChainBlock(block_id, epoch[block_id], bytes(chain_hash))
+            for block_id, chain_hash in zip(
+                block_ids[:complete], request.block_hashes[:complete], strict=True
+            )
+        ]
+        return self.table.finish(
+            call.admission,
+            chain,
+            retain_s=hints.retain_s,
+            expect_s=hints.expect_s,
+            priority=hints.priority,
+            final=hints.final,
+            compaction=hints.compaction,
+            handover=hints.handover,
+            now_s=now_s,
+        )
+
+    def _record(self, call: _Call, pull: Pull | None) -> CallRecord:
+        size = self.facts.block_size
+        returned = pull.returned_blocks * size if pull is not None else 0
+        known = call.admission.known_blocks
+        if pull is not None:
+            known = max(known, pull.known_blocks)
+        # At least the last token is computed by every call, and with it its block.
+        reusable = min(known, (call.prompt - 1) // size) * size
+        lost = max(0, reusable - call.local - returned)
+        reason, at = self._reason(call, pull, lost)
+        return CallRecord(
+            prompt=call.prompt,
+            local=call.local,
+            returned=returned,
+            lost=lost,
+            reason=reason,
+            at=at,
+            pull_s=0.0 if pull is None else pull.pull_s,
+        )
+
+    def _reason(self, call: _Call, pull: Pull | None, lost: int) -> tuple[Reason, int | None]:
+        refused = call.refused if pull is None else pull.reason
+        if refused is not None and (lost or refused is not Reason.BELOW_THRESHOLD):
+            return refused, None
+        if lost:
+            return Reason.EVICTED, None
+        if call.admission.new_session:
+            return Reason.NEW_SESSION, None
+        if call.admission.diverged_at is not None:
+            return Reason.DIVERGED, call.admission.diverged_at * self.facts.block_size
+        return Reason.OK, None
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _before_choice(self) -> None:
+        if self.broken is None:
+            self._drain()
+
+    def _drain(self) -> None:
+        for command in self.mailbox.drain():
+            if isinstance(command, Promote):
+                self._promote(command)
+            elif isinstance(command, HandedOver):
+                self._apply(self.table.handed_over(command.tail_hash, now_s=self._clock()))
+            elif isinstance(command, Signalled):
+                effect = self.table.signal(
+                    command.session,
+                    command.kind,
+                    expect_s=command.expect_s,
+                    now_s=self._clock(),
+                )
+                self._apply(effect)
+            elif isinstance(command, SwitchMode):
+                self._switch(Mode(command.mode))
+
+    def _promote(self, command: Promote) -> None:
+        if self._queue is None or self.source is None:
+            return
+        if command.generation != self.source.generation_seen:
+            return
+        for block_id, epoch in zip(command.block_ids, command.epochs, strict=True):
+            self._queue.promote(block_id, epoch)
+
+    def _switch(self, mode: Mode) -> None:
+        if self.broken is not None or mode is self.mode:
+            return
+        logger.info("turncache: mode %s -> %s", self.mode.value, mode.value)
+        self.mode = mode
+        if mode is Mode.OFF:
+            self._calls.clear()
+        if mode is not Mode.ON:
+            self._apply(self.table.clear())
+        if self._queue is not None:
+            self._queue.retaining = mode is Mode.ON
+        for listener in self._on_mode:
+            listener(mode)
+
+    def _tick(self) -> None:
+        now_s = self._clock()
+        self._apply(self.table.expire(now_s))
+        if self._queue is not None and now_s - self._ranked_at_s >= RANK_EVERY_S:
+            self._ranked_at_s = now_s
+            if self._queue.num_retained:
+                self._queue.rank(self.table.victims(now_s))
+
+    def _apply(self, effect: Effect) -> None:
+        if self._queue is not None and effect.changed:
+            self._queue.reclassify(effect.changed)
+            self._ranked_at_s = float("-inf")
+
+    # --- for the control thread: reads only ---------------------------------------------------
+
+    def gauges(self) -> dict[str, float]:
+        """Return the present state in numbers."""
+        queue = self._queue
+        stats = self.table.stats()
+        return {
+            "blocks": float(self.facts.num_blocks),
+            "free_blocks": float(queue.num_free_blocks) if queue is not None else -1.0,
+            "retained_blocks": float(queue.num_retained) if queue is not None else 0.0,
+            "sessions": float(stats.sessions),
+            "lineages": float(stats.lineages),
+            "calls_in_flight": float(len(self._calls)),
+            "in_order": float(self.ledger.in_order),
+            "broken": float(self.broken is not None),
+        }
+
+    def counters(self) -> dict[str, float]:
+        """Return the totals since start."""
+        stats = self.table.stats()
+        return {
+            **{name: float(value) for name, value in self.book.totals.items()},
+            "evicted_wanted_blocks": float(stats.evicted_wanted_blocks_total),
+            "superseded_chains": float(stats.superseded_total),
+            "clipped_retentions": float(stats.clipped_total),
+        }

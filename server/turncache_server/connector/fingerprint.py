@@ -1,0 +1,92 @@
+"""What must be equal on two engines before KV may cross between them.
+
+The chain hash covers tokens, adapters, multimodal content and the cache salt. It does not
+cover weights, model configuration or formats: those are compared here, once per hello.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+_SAMPLES: Final = 64
+_SAMPLE_BYTES: Final = 4096
+_WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".gguf")
+#: Members of a model configuration that say where it came from, not what it computes.
+_NOT_CONTENT: Final = ("_name_or_path", "transformers_version", "name_or_path")
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """Return a short digest of length-prefixed parts."""
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "big"))
+        hasher.update(part)
+    return hasher.hexdigest()[:16]
+
+
+def config_digest(config: dict[str, Any]) -> str:
+    """Return a digest of a resolved model configuration."""
+    content = {key: value for key, value in config.items() if key not in _NOT_CONTENT}
+    return digest([json.dumps(content, sort_keys=True, default=str).encode()])
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of a model folder's weight files: names, sizes and 64 samples of each.
+
+    Samples of 4 KiB spread over a file tell two checkpoints apart in milliseconds; reading
+    hundreds of gigabytes at start would not be paid by anybody. ``absent`` when the folder
+    holds no weight files.
+    """
+    files = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
+    if not files:
+        return "absent"
+    return digest(part for path in files for part in _file_parts(path))
+
+
+def _file_parts(path: Path) -> Iterable[bytes]:
+    size = path.stat().st_size
+    yield path.name.encode()
+    yield str(size).encode()
+    with path.open("rb") as file:
+        for index in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * index // max(1, _SAMPLES - 1))
+            yield file.read(_SAMPLE_BYTES)
+
+
+def engine_fingerprint(
+    vllm_config: Any,
+    *,
+    vllm_version: str,
+    connector_version: str,
+    model_folder: Path | None,
+    hash_block: Callable[[Sequence[int]], bytes],
+) -> dict[str, str]:
+    """Return this engine's fingerprint.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        vllm_version: version of vLLM.
+        connector_version: version of the NIXL connector.
+        model_folder: local folder of the weights, None when it is not known.
+        hash_block: chain hash of a first block with these tokens.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    tokens = list(range(1, int(cache.block_size) + 1))
+    return {
+        "vllm": vllm_version,
+        "nixl_connector": connector_version,
+        "model_config": config_digest(model.hf_config.to_dict()),
+        "weights": "unknown" if model_folder is None else weights_digest(model_folder),
+        "revision": str(model.revision),
+        "quantization": str(model.quantization),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "block_size": str(cache.block_size),
+        "hash_of_a_fixed_block": hash_block(tokens).hex()[:16],
+        "tensor_parallel_size": str(parallel.tensor_parallel_size),
+    }

@@ -1,0 +1,286 @@
+"""The scheduler side of ``TurncacheConnector``: hooks to extension and pulls.
+
+Replaces the stock scheduler logic whole: a pull's parameters live in
+:class:`~turncache_server.connector.pull.PullBook` and never in ``kv_transfer_params``,
+whose stock branches park a request for ever when it is looked at twice. What is kept of the
+stock class is the side channel that serves NIXL handshakes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
+    NixlBaseConnectorScheduler,
+)
+
+from turncache.protocol import Mode, Reason
+from turncache_server.connector import _compat
+from turncache_server.connector.config import Settings, engine_facts
+from turncache_server.connector.extension import Extension
+from turncache_server.connector.fingerprint import engine_fingerprint
+from turncache_server.connector.peers import PeerBook, PeerState
+from turncache_server.connector.pull import PullBook, Read
+from turncache_server.connector.service import Service
+from turncache_server.connector.versions import settings_for
+from turncache_server.connector.worker import PeerEndpoint, TurncacheMetadata, WorkerReport
+from turncache_server.control.server import ControlServer
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S: Final = 0.5
+#: Share of the pool that abandoned reads may withhold before nothing more is pulled.
+ABANDONED_SHARE: Final = 0.05
+
+
+@dataclass(slots=True)
+class _Abandoned:
+    """Destination blocks that a late write could still hit, and the ranks it is open on."""
+
+    blocks: list[Any]
+    open_ranks: int
+    peer: str
+
+
+class PairScheduler(NixlBaseConnectorScheduler):
+    """One engine's hooks; runs on the engine thread."""
+
+    def __init__(
+        self, vllm_config: Any, engine_id: str, kv_cache_config: Any, settings: Settings
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        facts = engine_facts(vllm_config, kv_cache_config, _compat.VLLM_VERSION)
+        settings = settings_for(settings, facts.vllm_version)
+        self.extension = Extension(facts, settings, answered=_compat.ANSWERED)
+        self._fingerprint = engine_fingerprint(
+            vllm_config,
+            vllm_version=facts.vllm_version,
+            connector_version=_compat.CONNECTOR_VERSION,
+            model_folder=_compat.model_folder(vllm_config.model_config),
+            hash_block=_compat.fixed_block_hash(facts.hash_algo),
+        )
+        self._settings = settings
+        self._facts = facts
+        self._peers = PeerBook(settings.peers, self._fingerprint, ask_timeout_s=ASK_TIMEOUT_S)
+        self._pulls = PullBook(
+            self._peers,
+            block_size=facts.block_size,
+            threshold_tokens=settings.recompute_threshold,
+            timeout_s=settings.pull_timeout_s,
+        )
+        self._abandoned: dict[str, list[_Abandoned]] = {}
+        self._greeted: set[str] = set()
+        self._pool: Any = None
+        self._control: ControlServer | None = None
+        self.totals: Counter[str] = Counter()
+        self.extension.when_mode_changes(self._mode_changed)
+        if settings.control_address is not None:
+            self._control = ControlServer(
+                settings.control_address,
+                Service(
+                    self.extension,
+                    fingerprint=self._fingerprint,
+                    endpoint=(self.side_channel_host, self.side_channel_port),
+                    more_stats=self.stats,
+                ),
+            )
+
+    def bind(self, pool: Any) -> None:
+        """Take the pool over, start answering and start asking."""
+        self._pool = pool
+        self.extension.bind(pool)
+        if self._control is not None:
+            self._control.start()
+        self._peers.start()
+
+    def shutdown(self) -> None:
+        """Close sockets and threads."""
+        self._peers.close()
+        if self._control is not None:
+            self._control.close()
+        super().shutdown()
+
+    def stats(self) -> dict[str, float]:
+        """Return totals of the pulls and of what abandoned reads withhold."""
+        withheld = sum(len(a.blocks) for reads in list(self._abandoned.values()) for a in reads)
+        return {
+            **{name: float(value) for name, value in self.totals.items()},
+            "abandoned_blocks": float(withheld),
+            "pulls_in_flight": float(len(self._pulls)),
+        }
+
+    def _mode_changed(self, mode: Mode) -> None:
+        if mode is not Mode.ON:
+            self._pulls.give_up()
+
+    # --- arrival and admission -----------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Admit a request, and peek at the engine that its hints name."""
+        # Whatever a client sends here could steer NIXL: it is dropped before vLLM reads it.
+        request.kv_transfer_params = None
+        hints = self.extension.arrived(request)
+        if hints is None or hints.source is None:
+            return
+        reason = self._start_pull(request, hints.session, hints.source)
+        if reason is not None:
+            self.totals[f"pulls_{reason.value}"] += 1
+            self.extension.refused_pull(request.request_id, reason)
+
+    def _start_pull(self, request: Any, session: str, source: str) -> Reason | None:
+        if not self.extension.acting:
+            return Reason.DISABLED
+        if (
+            self._facts.unsupported_pull
+            or request.lora_request is not None
+            or request.mm_features
+            or request.prompt_embeds is not None
+            or request.resumable
+            or request.skip_reading_prefix_cache
+            or request.pooling_params is not None
+        ):
+            return Reason.UNSUPPORTED
+        if self._over_cap():
+            return Reason.OVER_BUDGET
+        full = (request.num_prompt_tokens - 1) // self._facts.block_size
+        hashes = [bytes(chain_hash) for chain_hash in request.block_hashes[:full]]
+        return self._pulls.start(request.request_id, session, source, hashes, time.monotonic())
+
+    def _over_cap(self) -> bool:
+        if not self._abandoned:
+            return False
+        withheld = sum(len(a.blocks) for reads in self._abandoned.values() for a in reads)
+        return withheld > ABANDONED_SHARE * self._facts.num_blocks
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Offer what the peek has found beyond the local hit."""
+        self.extension.looked_at(request, num_computed_tokens)
+        if not self.extension.acting:
+            return 0, False
+        tokens = self._pulls.look(request.request_id, num_computed_tokens, time.monotonic())
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Take the request over when blocks were allocated for our offer."""
+        if num_external_tokens > 0:
+            self._pulls.allocated(
+                request,
+                blocks.blocks[0],
+                num_external_tokens,
+                self._pool.cached_block_hash_to_block,
+                time.monotonic(),
+            )
+        else:
+            self.extension.admitted(request, self._pulls.get(request.request_id))
+
+    # --- every step ------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any) -> TurncacheMetadata:
+        """Note the step's writes and give the workers their orders."""
+        self.extension.step_scheduled(scheduler_output)
+        meta = TurncacheMetadata()
+        meta.scheduler_clock = time.perf_counter()
+        for read in self._pulls.take_reads():
+            self._order(meta, read)
+        meta.failures = self._pulls.take_failures()
+        meta.handshakes = self._handshakes()
+        meta.report = self._pulls.holding or bool(self._abandoned)
+        return meta
+
+    def _order(self, meta: TurncacheMetadata, read: Read) -> None:
+        meta.deadlines_s[read.request_id] = read.deadline_s
+        meta.add_new_req_to_recv(
+            request_id=read.request_id,
+            local_block_ids=(read.local_blocks,),
+            kv_transfer_params={
+                "remote_block_ids": (read.remote_blocks,),
+                "remote_engine_id": read.engine_id,
+                "remote_request_id": f"tc-{read.request_id}",
+                "remote_host": read.host,
+                "remote_port": read.port,
+                "tp_size": read.tp_size,
+                "remote_num_tokens": read.num_tokens,
+            },
+            local_num_computed_blocks=(read.num_local_hit_blocks,),
+            awaiting_kvs=True,
+        )
+
+    def _handshakes(self) -> tuple[PeerEndpoint, ...]:
+        out = []
+        for peer in self._peers.all():
+            hello = peer.hello
+            if peer.state is not PeerState.COMPATIBLE or hello is None or not hello.nixl_port:
+                continue
+            if hello.engine_id not in self._greeted:
+                self._greeted.add(hello.engine_id)
+                out.append(
+                    PeerEndpoint(
+                        engine_id=hello.engine_id,
+                        host=hello.nixl_host,
+                        port=hello.nixl_port,
+                        tp_size=hello.tp_size,
+                    )
+                )
+        return tuple(out)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Hold finished reads for their verification, and hand verified ones back."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._take_report(report)
+        finished = set(connector_output.finished_recving or ())
+        failed = set(connector_output.failed_recving or ())
+        if failed:
+            self.extension.loads_failed(failed)
+        back = self._pulls.completed(
+            finished, failed, self._pool.cached_block_hash_to_block, time.monotonic()
+        )
+        if back.loaded_blocks:
+            self.totals["pulled_blocks"] += len(back.loaded_blocks)
+            self.extension.ledger.loaded(back.loaded_blocks)
+        self.totals["pulls_verified"] += len(back.add)
+        self.totals["pulls_failed"] += len(failed)
+        connector_output.finished_recving = ((finished - back.hold) | back.add) or None
+
+    def _take_report(self, report: WorkerReport) -> None:
+        """Keep the destination of an abandoned read touched until its transfer is gone."""
+        for request_id, ranks in report.abandoned.items():
+            pull = self._pulls.get(request_id)
+            if pull is None or not pull.blocks:
+                continue
+            blocks = list(pull.blocks)
+            self._pool.touch(blocks)
+            self.totals["reads_abandoned"] += 1
+            logger.error(
+                "turncache: a read from peer %s was abandoned; %d blocks are withheld until "
+                "its transfer is gone, and a cache reset or sleep is refused meanwhile",
+                pull.peer.name,
+                len(blocks),
+            )
+            self._abandoned.setdefault(request_id, []).append(
+                _Abandoned(blocks, ranks, pull.peer.name)
+            )
+        for request_id, ranks in report.released.items():
+            for read in self._abandoned.get(request_id, ())[:1]:
+                read.open_ranks -= ranks
+                if read.open_ranks <= 0:
+                    self._abandoned[request_id].remove(read)
+                    self._pool.free_blocks(read.blocks)
+            if not self._abandoned.get(request_id):
+                self._abandoned.pop(request_id, None)
+
+    def step_processed(self) -> None:
+        """Mark what the oldest step has written (``take_events``)."""
+        self.extension.step_processed()
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the call's blocks wanted; never delay their freeing."""
+        pull = self._pulls.ended(request.request_id)
+        self.extension.finished(request, list(block_ids[0]), pull)
+        return False, None

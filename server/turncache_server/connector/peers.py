@@ -1,0 +1,174 @@
+"""The engines that this one may read from: allow-list, compatibility, liveness.
+
+One thread asks every peer ``hello`` and replaces frozen records in a dict; the engine
+thread reads them. KV is exchanged only with a peer whose fingerprint is equal in every
+member; the difference is said in one line.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from turncache.errors import EngineFault
+from turncache_server.control.client import ControlClient
+from turncache_server.control.messages import (
+    Hello,
+    HelloReply,
+    Peek,
+    PeekReply,
+    Verify,
+    VerifyReply,
+)
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S: Final = 1.0
+_FIRST_HELLO_EVERY_S: Final = 0.5
+_HELLO_EVERY_S: Final = 5.0
+
+
+class PeerState(enum.StrEnum):
+    """What a peer is good for."""
+
+    UNSEEN = "unseen"
+    COMPATIBLE = "compatible"
+    INCOMPATIBLE = "incompatible"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One engine of the allow-list, as its last hello left it."""
+
+    name: str
+    control_address: str
+    state: PeerState = PeerState.UNSEEN
+    why: str = ""
+    hello: HelloReply | None = None
+
+
+def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Say how two fingerprints differ, both values in one line; empty when they are equal."""
+    names = sorted(set(mine) | set(theirs))
+    return "; ".join(
+        f"{name}: {mine.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
+        for name in names
+        if mine.get(name) != theirs.get(name)
+    )
+
+
+class PeerBook:
+    """Keeps the peers' records fresh and carries peeks and verifies off the engine thread.
+
+    Args:
+        peers: engine name to control address.
+        fingerprint: of this engine.
+        pull_timeout_s: longest time for one peek or verify.
+    """
+
+    def __init__(
+        self, peers: Mapping[str, str], fingerprint: Mapping[str, str], *, ask_timeout_s: float
+    ) -> None:
+        self._fingerprint = dict(fingerprint)
+        self._ask_timeout_s = ask_timeout_s
+        self._client = ControlClient()
+        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="turncache-ask")
+        self._records = {
+            name: Peer(name=name, control_address=address) for name, address in peers.items()
+        }
+        self._wake = threading.Event()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="turncache-peers", daemon=True)
+
+    def start(self) -> None:
+        """Begin asking."""
+        if self._records:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop asking; questions in flight end by their deadline."""
+        self._stop = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=HELLO_TIMEOUT_S * 2)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def get(self, name: str) -> Peer | None:
+        """Return the record of a peer, None when it is not in the allow-list."""
+        return self._records.get(name)
+
+    def all(self) -> list[Peer]:
+        """Return every record."""
+        return list(self._records.values())
+
+    def hurry(self) -> None:
+        """Ask every peer anew, soon: an answer did not fit what its hello said."""
+        self._wake.set()
+
+    def peek(self, peer: Peer, session: str, hashes: list[bytes]) -> Future[PeekReply]:
+        """Ask a peer what it holds of a hash chain."""
+        return self._pool.submit(
+            self._client.ask,
+            peer.control_address,
+            Peek(session=session, hashes=hashes),
+            PeekReply,
+            timeout_s=self._ask_timeout_s,
+        )
+
+    def verify(self, peer: Peer, question: Verify) -> Future[VerifyReply]:
+        """Ask a peer whether blocks that were read are unchanged."""
+        return self._pool.submit(
+            self._client.ask,
+            peer.control_address,
+            question,
+            VerifyReply,
+            timeout_s=self._ask_timeout_s,
+        )
+
+    def _run(self) -> None:
+        while not self._stop:
+            for record in list(self._records.values()):
+                self._records[record.name] = self._greet(record)
+            seen = all(r.state is PeerState.COMPATIBLE for r in self._records.values())
+            self._wake.wait(_HELLO_EVERY_S if seen else _FIRST_HELLO_EVERY_S)
+            self._wake.clear()
+
+    def _greet(self, record: Peer) -> Peer:
+        try:
+            reply = self._client.ask(
+                record.control_address, Hello(), HelloReply, timeout_s=HELLO_TIMEOUT_S
+            )
+        except EngineFault as error:
+            state = PeerState.UNSEEN if record.hello is None else PeerState.GONE
+            if record.state is not state:
+                logger.warning("turncache: peer %s does not answer: %s", record.name, error)
+            return Peer(
+                name=record.name,
+                control_address=record.control_address,
+                state=state,
+                why=str(error),
+                hello=record.hello,
+            )
+        differs = difference(self._fingerprint, reply.fingerprint)
+        if differs and record.why != differs:
+            logger.error(
+                "turncache: peer %s is incompatible, nothing will be pulled from it: %s",
+                record.name,
+                differs,
+            )
+        elif not differs and record.state is not PeerState.COMPATIBLE:
+            logger.info("turncache: peer %s is compatible (%s)", record.name, reply.engine_id)
+        return Peer(
+            name=record.name,
+            control_address=record.control_address,
+            state=PeerState.INCOMPATIBLE if differs else PeerState.COMPATIBLE,
+            why=differs,
+            hello=reply,
+        )

@@ -1,0 +1,471 @@
+"""The reader's side of the verified pull. Owner of every pull of this engine.
+
+States of one pull, all changed by the engine thread::
+
+    PEEKING ──answer──► OFFERED ──blocks allocated──► READING ──all ranks done──► VERIFYING
+       │                   │                             │                          │
+       └── no use ──►  CLOSED  ◄── failed, abandoned ────┘        yes: handed back ◄─┤
+                                                                  no:  FAILING ◄─────┘
+
+A request becomes ours in :meth:`PullBook.allocated` with external tokens above 0, never
+before, and stays ours until its id has been handed back to the scheduler, aborts
+included: until then its blocks may be written by the transfer. Verification sits between
+"all ranks have finished reading" and "the scheduler may compute with it". Whole requests
+fail, never block ids. A pull is used once; a request that comes back (preempted, or
+refused by verify) may pull once more, then it computes.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from turncache.errors import EngineFault
+from turncache.protocol import Reason
+from turncache_server.connector.peers import Peer, PeerBook, PeerState
+from turncache_server.control.messages import PeekReply, Verify, VerifyReply
+
+logger = logging.getLogger(__name__)
+
+#: A peek older than this at the first look is repeated: the source may have moved on.
+PEEK_AGE_S: Final = 1.0
+#: Pulls of one request: the first, and one more when it comes back.
+MAX_ATTEMPTS: Final = 2
+#: After a deadline passed or a peer vanished, nothing is asked of it for this long.
+PEER_REST_S: Final = 2.0
+
+
+class PullState(enum.Enum):
+    """Where a pull stands."""
+
+    PEEKING = enum.auto()
+    OFFERED = enum.auto()
+    READING = enum.auto()
+    VERIFYING = enum.auto()
+    FAILING = enum.auto()
+    CLOSED = enum.auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class Pull:
+    """One request's pull.
+
+    Attributes:
+        blocks: destination blocks of the read, in prompt order.
+        local_blocks: blocks found in the own cache, before the destination blocks.
+        block_map: the own prefix-cache map when the read began; another one at the end
+            means a reset in between, and nothing is used.
+        known_blocks: leading blocks that the source once computed for the session.
+        reason: why no more was pulled, None while it goes well.
+    """
+
+    request_id: str
+    session: str
+    peer: Peer
+    hashes: list[bytes]
+    state: PullState
+    peek: Future[PeekReply] | None = None
+    asked_at_s: float = 0.0
+    first_look_s: float | None = None
+    answer: PeekReply | None = None
+    attempts: int = 1
+    request: Any = None
+    blocks: Sequence[Any] = ()
+    local_blocks: int = 0
+    block_map: Any = None
+    verify: Future[VerifyReply] | None = None
+    returned_blocks: int = 0
+    known_blocks: int = 0
+    reason: Reason | None = None
+    aborted: bool = False
+    pull_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """A read for the workers to start.
+
+    Attributes:
+        remote_blocks: block ids at the source, one per local block.
+        deadline_s: remaining seconds, counted from when the workers receive it.
+    """
+
+    request_id: str
+    request: Any
+    local_blocks: list[int]
+    remote_blocks: list[int]
+    num_local_hit_blocks: int
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    num_tokens: int
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class HandBack:
+    """What the scheduler is told in one step: ids to add to and remove from its sets."""
+
+    add: set[str] = field(default_factory=set)
+    hold: set[str] = field(default_factory=set)
+    loaded_blocks: list[int] = field(default_factory=list)
+
+
+class PullBook:
+    """Every pull of this engine.
+
+    Args:
+        peers: whom to ask.
+        block_size: tokens per block.
+        threshold_tokens: fewest tokens worth a pull.
+        timeout_s: longest time from the first look to the end of the read, None to take
+            one second and a millisecond per token, which no transport we know needs.
+    """
+
+    def __init__(
+        self,
+        peers: PeerBook,
+        *,
+        block_size: int,
+        threshold_tokens: int,
+        timeout_s: float | None,
+    ) -> None:
+        self._peers = peers
+        self._block_size = block_size
+        self._threshold_tokens = threshold_tokens
+        self._timeout_s = timeout_s
+        self._pulls: dict[str, Pull] = {}
+        self._reads: list[Read] = []
+        self._rest_until_s: dict[str, float] = {}
+        self._to_fail: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def get(self, request_id: str) -> Pull | None:
+        """Return a request's pull, None when it has none."""
+        return self._pulls.get(request_id)
+
+    @property
+    def holding(self) -> bool:
+        """Whether finished reads wait for their verification, so that hooks must run every step."""
+        return any(
+            p.state in (PullState.VERIFYING, PullState.FAILING) for p in self._pulls.values()
+        )
+
+    # --- arrival and admission ---------------------------------------------------------
+
+    def start(
+        self, request_id: str, session: str, source: str, hashes: list[bytes], now_s: float
+    ) -> Reason | None:
+        """Peek at the source for a request that has just arrived.
+
+        Returns:
+            Why there is no pull, None when the peek is on its way.
+        """
+        peer = self._peers.get(source)
+        if peer is None:
+            return Reason.SOURCE_UNKNOWN
+        if peer.state is PeerState.INCOMPATIBLE:
+            return Reason.INCOMPATIBLE
+        if peer.state is not PeerState.COMPATIBLE or self._rests(peer, now_s):
+            return Reason.SOURCE_GONE
+        if not hashes:
+            return Reason.BELOW_THRESHOLD
+        pull = Pull(
+            request_id=request_id,
+            session=session,
+            peer=peer,
+            hashes=hashes,
+            state=PullState.PEEKING,
+        )
+        self._ask(pull, now_s)
+        self._pulls[request_id] = pull
+        return None
+
+    def look(self, request_id: str, local_tokens: int, now_s: float) -> int | None:
+        """Say how many tokens beyond the local hit can be pulled.
+
+        Called each time the scheduler looks at a waiting request; must not change
+        anything that a second look would not change likewise.
+
+        Returns:
+            Tokens, 0 for none, None for "ask again at the next step".
+        """
+        pull = self._pulls.get(request_id)
+        if pull is None:
+            return 0
+        if pull.state is PullState.CLOSED and not self._reopen(pull, now_s):
+            return 0
+        if pull.first_look_s is None:
+            pull.first_look_s = now_s
+            if now_s - pull.asked_at_s > PEEK_AGE_S:
+                self._ask(pull, now_s)
+        if pull.state is PullState.PEEKING:
+            if pull.peek is not None and not pull.peek.done():
+                return None
+            self._take_answer(pull, now_s)
+        if pull.state is not PullState.OFFERED or pull.answer is None:
+            return 0
+        tokens = len(pull.answer.block_ids) * self._block_size - local_tokens
+        if tokens <= 0:
+            return 0
+        if tokens < self._threshold_tokens:
+            pull.reason = Reason.BELOW_THRESHOLD
+            return 0
+        pull.local_blocks = local_tokens // self._block_size
+        return tokens
+
+    def allocated(
+        self,
+        request: Any,
+        blocks: Sequence[Any],
+        external_tokens: int,
+        block_map: Any,
+        now_s: float,
+    ) -> bool:
+        """Take a request over: the scheduler has allocated blocks for what we offered.
+
+        Returns:
+            Whether it is ours; not when the tokens are a sibling connector's.
+        """
+        pull = self._pulls.get(request.request_id)
+        if pull is None or pull.state is not PullState.OFFERED or pull.answer is None:
+            return False
+        count = external_tokens // self._block_size
+        first = pull.local_blocks
+        if first + count != len(pull.answer.block_ids) or len(blocks) < first + count:
+            return False
+        hello = pull.peer.hello
+        if hello is None:
+            return False
+        pull.state = PullState.READING
+        pull.reason = None
+        pull.request = request
+        pull.blocks = list(blocks[first : first + count])
+        pull.block_map = block_map
+        started_s = now_s if pull.first_look_s is None else pull.first_look_s
+        deadline_s = self.timeout_s(len(pull.answer.block_ids)) - (now_s - started_s)
+        self._reads.append(
+            Read(
+                request_id=pull.request_id,
+                request=request,
+                local_blocks=[block.block_id for block in pull.blocks],
+                remote_blocks=pull.answer.block_ids[first : first + count],
+                num_local_hit_blocks=first,
+                engine_id=hello.engine_id,
+                host=hello.nixl_host,
+                port=hello.nixl_port,
+                tp_size=hello.tp_size,
+                num_tokens=external_tokens,
+                deadline_s=max(0.1, deadline_s),
+            )
+        )
+        return True
+
+    def timeout_s(self, num_blocks: int) -> float:
+        """Return the longest time for a pull of ``num_blocks``."""
+        if self._timeout_s is not None:
+            return self._timeout_s
+        return 1.0 + 0.001 * num_blocks * self._block_size
+
+    def take_reads(self) -> list[Read]:
+        """Return the reads that the workers have not been told of."""
+        reads, self._reads = self._reads, []
+        return reads
+
+    def take_failures(self) -> set[str]:
+        """Return the requests that the workers are to report as finished and failed."""
+        failures, self._to_fail = self._to_fail, set()
+        return failures
+
+    # --- completion ----------------------------------------------------------------------
+
+    def completed(
+        self, finished: Collection[str], failed: Collection[str], block_map: Any, now_s: float
+    ) -> HandBack:
+        """Process what the workers finished, and the verifications that have ended.
+
+        Args:
+            finished: ids that all ranks have finished receiving.
+            failed: those among them whose load failed on some rank.
+            block_map: the own prefix-cache map.
+
+        Returns:
+            Ids to take out of the scheduler's finished set and ids to put into it.
+        """
+        back = HandBack()
+        for request_id in finished:
+            pull = self._pulls.get(request_id)
+            if pull is None or pull.state not in (PullState.READING, PullState.FAILING):
+                continue
+            if request_id in failed:
+                self._failed(pull, now_s)
+            elif pull.aborted:
+                self._close(pull)
+            else:
+                pull.state = PullState.VERIFYING
+                pull.verify = self._peers.verify(pull.peer, _question(pull))
+                back.hold.add(request_id)
+        for pull in [p for p in self._pulls.values() if p.state is PullState.VERIFYING]:
+            if pull.request_id not in back.hold:
+                self._settle(pull, back, block_map, now_s)
+        return back
+
+    def _failed(self, pull: Pull, now_s: float) -> None:
+        if pull.reason is None:
+            # The workers report a deadline and a transport error alike.
+            pull.reason = Reason.TIMEOUT
+            self._rest_until_s[pull.peer.name] = now_s + PEER_REST_S
+            self._peers.hurry()
+        self._close(pull)
+
+    def _settle(self, pull: Pull, back: HandBack, block_map: Any, now_s: float) -> None:
+        """Hand a verified id back, or order its failure; an aborted one just goes back."""
+        if pull.aborted:
+            back.add.add(pull.request_id)
+            self._close(pull)
+            return
+        verify = pull.verify
+        if verify is None or not verify.done():
+            return
+        valid = 0
+        try:
+            reply = verify.result()
+        except EngineFault as error:
+            logger.warning("turncache: verify failed, recomputing: %s", error)
+            pull.reason = Reason.SOURCE_GONE
+            self._rest_until_s[pull.peer.name] = now_s + PEER_REST_S
+        else:
+            valid = reply.valid
+        if pull.block_map is not block_map:
+            valid = 0
+        if valid < len(pull.blocks) and pull.reason is None:
+            pull.reason = Reason.EVICTED
+        if valid == 0:
+            # A verified prefix of nothing cannot be expressed by cutting the computed
+            # count (vLLM asserts on it with a local hit): the workers report a failure.
+            pull.state = PullState.FAILING
+            self._to_fail.add(pull.request_id)
+            return
+        pull.returned_blocks = valid
+        if pull.first_look_s is not None:
+            pull.pull_s = now_s - pull.first_look_s
+        pull.request.num_computed_tokens = (pull.local_blocks + valid) * self._block_size
+        back.add.add(pull.request_id)
+        back.loaded_blocks.extend(block.block_id for block in pull.blocks[:valid])
+        self._close(pull)
+
+    def ended(self, request_id: str) -> Pull | None:
+        """Note that a request has ended (answered or aborted).
+
+        A pull whose transfer may still write stays until its id has been handed back.
+        """
+        pull = self._pulls.get(request_id)
+        if pull is None:
+            return None
+        if pull.state in (PullState.READING, PullState.VERIFYING, PullState.FAILING):
+            pull.aborted = True
+        else:
+            self._cancel_peek(pull)
+            del self._pulls[request_id]
+        return pull
+
+    def give_up(self) -> None:
+        """Offer nothing any more; what is being read runs to its end (mode off)."""
+        for pull in list(self._pulls.values()):
+            if pull.state in (PullState.PEEKING, PullState.OFFERED):
+                self._cancel_peek(pull)
+                pull.reason = Reason.DISABLED
+                pull.attempts = MAX_ATTEMPTS
+                pull.state = PullState.CLOSED
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _rests(self, peer: Peer, now_s: float) -> bool:
+        return self._rest_until_s.get(peer.name, 0.0) > now_s
+
+    def _ask(self, pull: Pull, now_s: float) -> None:
+        self._cancel_peek(pull)
+        pull.peek = self._peers.peek(pull.peer, pull.session, pull.hashes)
+        pull.asked_at_s = now_s
+        pull.answer = None
+        pull.state = PullState.PEEKING
+
+    def _take_answer(self, pull: Pull, now_s: float) -> None:
+        """Turn the peek's answer into an offer, or close the pull with a reason."""
+        answer = self._answer(pull, now_s)
+        if answer is None:
+            self._refuse(pull, Reason.SOURCE_GONE)
+            self._peers.hurry()
+            return
+        pull.known_blocks = answer.known
+        pull.answer = answer
+        pull.state = PullState.OFFERED
+        if not answer.block_ids and answer.known:
+            pull.reason = Reason.EVICTED
+
+    def _answer(self, pull: Pull, now_s: float) -> PeekReply | None:
+        hello = pull.peer.hello
+        if pull.peek is None or hello is None:
+            return None
+        try:
+            answer = pull.peek.result(timeout=0)
+        except EngineFault as error:
+            logger.warning("turncache: peek failed, recomputing: %s", error)
+            self._rest_until_s[pull.peer.name] = now_s + PEER_REST_S
+            return None
+        if (hello.start_id, hello.generation) != (answer.start_id, answer.generation):
+            # Restarted or reset since its digests were compared: a new hello first.
+            return None
+        return answer
+
+    def _refuse(self, pull: Pull, reason: Reason) -> None:
+        pull.reason = reason
+        pull.attempts = MAX_ATTEMPTS
+        pull.state = PullState.CLOSED
+
+    def _reopen(self, pull: Pull, now_s: float) -> bool:
+        """Pull once more for a request that came back."""
+        if pull.attempts >= MAX_ATTEMPTS or self._rests(pull.peer, now_s):
+            return False
+        fresh = self._peers.get(pull.peer.name)
+        if fresh is None or fresh.state is not PeerState.COMPATIBLE:
+            return False
+        pull.attempts += 1
+        pull.peer = fresh
+        pull.first_look_s = now_s
+        pull.returned_blocks = 0
+        pull.reason = None
+        self._ask(pull, now_s)
+        return True
+
+    def _close(self, pull: Pull) -> None:
+        pull.state = PullState.CLOSED
+        pull.blocks, pull.block_map, pull.request, pull.verify = (), None, None, None
+        if pull.aborted:
+            self._pulls.pop(pull.request_id, None)
+
+    @staticmethod
+    def _cancel_peek(pull: Pull) -> None:
+        if pull.peek is not None:
+            pull.peek.cancel()
+            pull.peek = None
+
+
+def _question(pull: Pull) -> Verify:
+    answer = pull.answer
+    assert answer is not None, "only an offered pull is read"
+    first = pull.local_blocks
+    return Verify(
+        start_id=answer.start_id,
+        generation=answer.generation,
+        block_ids=answer.block_ids[first:],
+        epochs=answer.epochs[first:],
+        hashes=pull.hashes[first : len(answer.block_ids)],
+    )

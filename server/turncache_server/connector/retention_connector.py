@@ -1,0 +1,143 @@
+"""``RetentionConnector``: retention on one ordinary vLLM, alone or in a ``MultiConnector``.
+
+A thin facade: every hook forwards to :class:`~turncache_server.connector.extension.Extension`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from turncache.errors import ConfigError
+from turncache_server.connector import _compat
+from turncache_server.connector.config import engine_facts, parse_settings
+from turncache_server.connector.extension import Extension
+from turncache_server.connector.service import Service
+from turncache_server.connector.versions import settings_for
+from turncache_server.control.server import ControlServer
+
+logger = logging.getLogger(__name__)
+
+
+class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps sessions' KV over their waits; moves nothing between engines."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = parse_settings(transfer.kv_connector_extra_config)
+        if transfer.kv_connector == type(self).__name__ and transfer.kv_role != "kv_producer":
+            raise ConfigError(
+                "kv_role",
+                f"{transfer.kv_role!r}: RetentionConnector loads nothing and runs as "
+                "'kv_producer'; any other role changes how vLLM frees blocks",
+            )
+        self._extension: Extension | None = None
+        self._control: ControlServer | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            facts = engine_facts(vllm_config, kv_cache_config, _compat.VLLM_VERSION)
+            self._extension = Extension(
+                facts, settings_for(settings, facts.vllm_version), answered=_compat.ANSWERED
+            )
+            if settings.control_address is not None:
+                self._control = ControlServer(
+                    settings.control_address, Service(self._extension, fingerprint={})
+                )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: nothing is handed to anybody, so preempted requests keep their output."""
+        return False
+
+    # --- scheduler side --------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Take the free queue over and start answering."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._extension is not None:
+            self._extension.bind(kv_cache_manager.block_pool)
+        if self._control is not None:
+            self._control.start()
+
+    def on_new_request(self, request: Any) -> None:
+        """Admit a request to its session."""
+        if request.kv_transfer_params is not None and not isinstance(
+            request.kv_transfer_params, dict
+        ):
+            # vLLM reads members of it in the engine thread right after this hook.
+            request.kv_transfer_params = None
+        if self._extension is not None:
+            self._extension.arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Load nothing; note the local hit."""
+        if self._extension is not None:
+            self._extension.looked_at(request, num_computed_tokens)
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Put the record of an admitted request."""
+        if self._extension is not None:
+            self._extension.admitted(request, None)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Note the step's writes; there is nothing to tell the workers."""
+        if self._extension is not None:
+            self._extension.step_scheduled(scheduler_output)
+        return KVConnectorMetadata()
+
+    def take_events(self) -> Iterable[Any]:
+        """Mark what the oldest step has written; called once per processed step."""
+        if self._extension is not None:
+            self._extension.step_processed()
+        return ()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Remember failed loads of sibling connectors: their step marks nothing."""
+        if self._extension is not None and connector_output.failed_recving:
+            self._extension.loads_failed(set(connector_output.failed_recving))
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the call's blocks wanted; never delay their freeing."""
+        if self._extension is not None:
+            self._extension.finished(request, block_ids, None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Likewise; only one group is supported, more have switched the extension off."""
+        return self.request_finished(request, list(block_ids[0]))
+
+    def shutdown(self) -> None:
+        """Close the control socket."""
+        if self._control is not None:
+            self._control.close()
+
+    # --- worker side: nothing to do ----------------------------------------------------------
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Load nothing."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Load nothing."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Save nothing."""
+
+    def wait_for_save(self) -> None:
+        """Save nothing."""

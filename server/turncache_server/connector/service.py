@@ -1,0 +1,142 @@
+"""What the control socket of an engine answers: only reads, and posts to the mailbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from turncache.protocol import Mode
+from turncache_server.connector.extension import Extension
+from turncache_server.control.messages import (
+    Call,
+    CallReply,
+    Hello,
+    HelloReply,
+    ModeReply,
+    Peek,
+    PeekReply,
+    Refusal,
+    Reply,
+    Request,
+    SetMode,
+    Stats,
+    StatsReply,
+    Verify,
+    VerifyReply,
+)
+from turncache_server.retention.mailbox import SwitchMode
+
+#: Side channel of engines that exchange KV: host and port.
+Endpoint = tuple[str, int]
+
+
+class Service:
+    """Answers for one engine.
+
+    Args:
+        extension: the engine's extension.
+        fingerprint: what must be equal on a peer.
+        endpoint: NIXL side channel, None on an engine that exchanges no KV.
+        more_stats: further counters, for instance of the pulls.
+    """
+
+    def __init__(
+        self,
+        extension: Extension,
+        *,
+        fingerprint: Mapping[str, str],
+        endpoint: Endpoint | None = None,
+        more_stats: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self._extension = extension
+        self._fingerprint = dict(fingerprint)
+        self._endpoint = endpoint
+        self._more_stats = more_stats
+
+    def __call__(self, request: Request) -> Reply:
+        """Answer one question."""
+        match request:
+            case Hello():
+                return self._hello()
+            case Peek():
+                return self._peek(request)
+            case Verify():
+                return self._verify(request)
+            case Call():
+                return self._call(request)
+            case SetMode():
+                return self._mode(request)
+            case Stats():
+                return StatsReply(
+                    counters={**self._extension.counters(), **self._more_stats()},
+                    gauges=self._extension.gauges(),
+                )
+
+    def _hello(self) -> HelloReply:
+        extension, facts = self._extension, self._extension.facts
+        source = extension.source
+        host, port = self._endpoint or ("", 0)
+        missing = list(facts.missing)
+        if extension.broken is not None:
+            missing.append(extension.broken)
+        return HelloReply(
+            engine_id=facts.engine_id,
+            start_id=source.start_id if source is not None else "",
+            generation=source.generation() if source is not None else 0,
+            side=extension.settings.side.value,
+            mode=extension.requested_mode.value,
+            fingerprint=self._fingerprint,
+            nixl_host=host,
+            nixl_port=port,
+            tp_size=facts.tp_size,
+            block_size=facts.block_size,
+            num_blocks=facts.num_blocks,
+            max_model_len=facts.max_model_len,
+            vllm_version=facts.vllm_version,
+            missing=missing,
+        )
+
+    def _peek(self, request: Peek) -> PeekReply:
+        source = self._extension.source
+        if source is None:
+            return PeekReply(start_id="", generation=0, block_ids=[], epochs=[])
+        return source.peek(request)
+
+    def _verify(self, request: Verify) -> VerifyReply:
+        source = self._extension.source
+        if source is None:
+            return VerifyReply(start_id="", generation=0, valid=0)
+        return source.verify(request)
+
+    def _call(self, request: Call) -> CallReply:
+        record = self._extension.book.get(request.request)
+        if record is None:
+            return CallReply(found=False)
+        return CallReply(
+            found=True,
+            done=record.done,
+            prompt=record.prompt,
+            local=record.local,
+            returned=record.returned,
+            computed=record.computed,
+            lost=record.lost,
+            reason=record.reason.value,
+            at=record.at,
+            pull_s=record.pull_s,
+        )
+
+    def _mode(self, request: SetMode) -> Reply:
+        extension = self._extension
+        if not request.mode:
+            return ModeReply(mode=extension.requested_mode.value)
+        if request.mode not in set(Mode):
+            legal = ", ".join(mode.value for mode in Mode)
+            return Refusal(code="malformed", why=f"mode {request.mode!r}: expected one of {legal}")
+        if extension.broken is not None:
+            return ModeReply(mode=Mode.OFF.value, why=extension.broken)
+        if not extension.mailbox.post(SwitchMode(request.mode)):
+            return ModeReply(
+                mode=extension.requested_mode.value,
+                why="the engine's mailbox is full; try again",
+            )
+        extension.requested_mode = Mode(request.mode)
+        return ModeReply(mode=request.mode)

@@ -1,0 +1,135 @@
+"""Being read from: answers peek and verify from the live pool.
+
+Runs on the control thread and only reads. What makes its answers right is the order of
+reads: epoch, then mark equals epoch, then hash. A marked block is never written again in
+the same epoch, so an equal epoch after the read means that nothing was written during it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from turncache_server.control.messages import Peek, PeekReply, Verify, VerifyReply
+from turncache_server.retention.ledger import Ledger
+from turncache_server.retention.mailbox import HandedOver, Mailbox, Promote
+
+#: vLLM packs the KV cache group into the key; one group means group 0.
+GROUP_SUFFIX: Final = (0).to_bytes(4, "big")
+
+
+def holders(block_map: Any, key: bytes) -> Iterator[Any]:
+    """Yield every block that the prefix cache lists under ``key``.
+
+    The engine thread may change the entry meanwhile; an answer from a moment before is
+    fine, because each block is checked by epoch, mark and hash.
+    """
+    entry = block_map._cache.get(key)  # noqa: SLF001 - get_one_block shows one holder only
+    if entry is None:
+        return
+    if isinstance(entry, dict):
+        try:
+            yield from list(entry.values())
+        except RuntimeError:  # changed while listing: not held, a needless no
+            return
+    else:
+        yield entry
+
+
+class Source:
+    """The pool as peers see it.
+
+    Args:
+        pool: vLLM's block pool.
+        ledger: epochs and written marks.
+        mailbox: the way to the engine thread.
+        serving: whether this engine may be read from at present.
+        known_blocks: (session, hashes) to the number of leading hashes that this engine
+            once computed for the session.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        ledger: Ledger,
+        mailbox: Mailbox,
+        *,
+        serving: Callable[[], bool],
+        known_blocks: Callable[[str, list[bytes]], int],
+    ) -> None:
+        self._pool = pool
+        self._ledger = ledger
+        self._mailbox = mailbox
+        self._serving = serving
+        self._known_blocks = known_blocks
+        # Strong reference: a replaced map must not be mistaken for a new one at its address.
+        self._map = pool.cached_block_hash_to_block
+        self._generation = 1
+        self.start_id = uuid.uuid4().hex
+
+    @property
+    def generation_seen(self) -> int:
+        """The generation at the last question; safe to read from any thread."""
+        return self._generation
+
+    def generation(self) -> int:
+        """Return the cache generation; it rises when a prefix-cache reset has replaced the map."""
+        if self._pool.cached_block_hash_to_block is not self._map:
+            self._map = self._pool.cached_block_hash_to_block
+            self._generation += 1
+        return self._generation
+
+    def peek(self, question: Peek) -> PeekReply:
+        """Name the longest written prefix of a hash chain, and keep it a little longer."""
+        generation = self.generation()
+        block_ids: list[int] = []
+        epochs: list[int] = []
+        if self._serving():
+            for chain_hash in question.hashes:
+                found = self._written(chain_hash)
+                if found is None:
+                    break
+                block_ids.append(found[0])
+                epochs.append(found[1])
+        if block_ids:
+            self._mailbox.post(Promote(tuple(block_ids), tuple(epochs), generation))
+        return PeekReply(
+            start_id=self.start_id,
+            generation=generation,
+            block_ids=block_ids,
+            epochs=epochs,
+            known=self._known_blocks(question.session, question.hashes),
+        )
+
+    def _written(self, chain_hash: bytes) -> tuple[int, int] | None:
+        key = chain_hash + GROUP_SUFFIX
+        for block in holders(self._map, key):
+            epoch = self._ledger.readable_epoch(block.block_id)
+            if epoch is not None and block.block_hash == key:
+                return block.block_id, epoch
+        return None
+
+    def verify(self, question: Verify) -> VerifyReply:
+        """Count the leading blocks whose epoch and hash are what they were at the peek."""
+        generation = self.generation()
+        valid = 0
+        if (
+            question.start_id == self.start_id
+            and question.generation == generation
+            and self._serving()
+        ):
+            epoch, blocks = self._ledger.epoch, self._pool.blocks
+            for block_id, was, chain_hash in zip(
+                question.block_ids, question.epochs, question.hashes, strict=True
+            ):
+                if not 0 <= block_id < len(epoch) or epoch[block_id] != was:
+                    break
+                if blocks[block_id].block_hash != chain_hash + GROUP_SUFFIX:
+                    break
+                valid += 1
+            if self._pool.cached_block_hash_to_block is not self._map:
+                valid = 0  # reset while we looked
+        if valid:
+            self._mailbox.post(HandedOver(question.hashes[valid - 1]))
+        return VerifyReply(start_id=self.start_id, generation=generation, valid=valid)

@@ -1,0 +1,200 @@
+"""The worker's side of the verified pull, on top of vLLM's NIXL pull worker.
+
+What it adds: a read past its deadline is abandoned, not cancelled (its handles are kept
+and polled until the transfer is really gone, because a late write must hit nobody); whole
+requests fail, never block ids; ids that the scheduler side refused after verification are
+reported as finished and failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NixlConnectorMetadata,
+    ReqMeta,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
+    NixlPullConnectorWorker,
+)
+from vllm.platforms import current_platform
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEndpoint:
+    """Where a peer's NIXL side channel listens."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+
+
+class TurncacheMetadata(NixlConnectorMetadata):
+    """One step's orders to the workers.
+
+    Attributes:
+        deadlines_s: remaining seconds by request, for the reads that start in this step.
+        failures: requests to report as finished and failed: verify refused them.
+        handshakes: peers to shake hands with before the first read needs it.
+        report: answer with a report even when there is nothing to say, so that the
+            scheduler-side hook runs in every step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deadlines_s: dict[str, float] = {}
+        self.failures: set[str] = set()
+        self.handshakes: tuple[PeerEndpoint, ...] = ()
+        self.report = False
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What the ranks say about abandoned reads: how many of them, by request.
+
+    Attributes:
+        abandoned: ranks that abandoned the request's read in this step.
+        released: ranks on which an abandoned read's transfer is gone.
+    """
+
+    abandoned: dict[str, int] = field(default_factory=dict)
+    released: dict[str, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Add another rank's counts."""
+        if isinstance(other, WorkerReport):
+            for mine, theirs in (
+                (self.abandoned, other.abandoned),
+                (self.released, other.released),
+            ):
+                for request_id, ranks in theirs.items():
+                    mine[request_id] = mine.get(request_id, 0) + ranks
+        return self
+
+
+class TurncacheWorker(NixlPullConnectorWorker):
+    """NIXL reads with deadlines; runs in each worker process, on its main thread."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        affinity = os.sched_getaffinity(0)
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        if current_platform.device_type == "cpu":
+            # The stock worker moves itself to the last core of each NUMA node, where the
+            # workers of two engines on one machine starve each other.
+            os.sched_setaffinity(0, affinity)
+        self._deadlines: dict[str, float] = {}
+        self._abandoned: dict[str, list[int]] = {}
+        self._report = WorkerReport()
+        self._must_report = False
+        self._failures: set[str] = set()
+
+    def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
+        """Start this step's reads and take its orders."""
+        if isinstance(metadata, TurncacheMetadata):
+            now = time.perf_counter()
+            for request_id, left_s in metadata.deadlines_s.items():
+                self._deadlines[request_id] = now + left_s
+            self._failures |= metadata.failures
+            self._must_report = metadata.report
+            for peer in metadata.handshakes:
+                self._ensure_handshake(peer.engine_id, peer.host, peer.port, peer.tp_size)
+        super().start_load_kv(metadata)
+
+    def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
+        # A handshake can end after its request was abandoned; by then the blocks belong
+        # to somebody else, or to a second pull of the same request.
+        if self._recving_metadata.get(req_id) is meta:
+            super()._read_blocks_for_req(req_id, meta)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """Report what has finished, what was abandoned and what was refused."""
+        late = self._abandon_late()
+        results = super().get_transfer_results()
+        self._poll_abandoned()
+        for request_id in results.finished_recving:
+            self._deadlines.pop(request_id, None)
+        failed = late | self._failures
+        self._failures = set()
+        results.finished_recving |= failed
+        results.failed_recving |= failed
+        return results
+
+    def _abandon_late(self) -> set[str]:
+        now = time.perf_counter()
+        late = {request_id for request_id, at in self._deadlines.items() if at <= now}
+        gone: set[str] = set()
+        for request_id in late:
+            del self._deadlines[request_id]
+            if self._recving_metadata.pop(request_id, None) is None:
+                continue
+            handles = self._recving_transfers.pop(request_id, [])
+            self._pending_recv_notifs.pop(request_id, None)
+            logger.warning(
+                "turncache: the read for %s passed its deadline and is abandoned; "
+                "%d transfers are still open",
+                request_id,
+                len(handles),
+            )
+            if handles:
+                self._abandoned.setdefault(request_id, []).extend(handles)
+                ranks = self._report.abandoned
+                ranks[request_id] = ranks.get(request_id, 0) + 1
+            gone.add(request_id)
+        return gone
+
+    def _poll_abandoned(self) -> None:
+        for request_id in list(self._abandoned):
+            open_handles = [h for h in self._abandoned[request_id] if not self._is_gone(h)]
+            if open_handles:
+                self._abandoned[request_id] = open_handles
+            else:
+                del self._abandoned[request_id]
+                ranks = self._report.released
+                ranks[request_id] = ranks.get(request_id, 0) + 1
+
+    def _is_gone(self, handle: int) -> bool:
+        try:
+            if self.nixl_wrapper.check_xfer_state(handle) == "PROC":
+                return False
+        except Exception:
+            logger.debug("turncache: state of an abandoned transfer is unknown", exc_info=True)
+        # An error state does not mean that the backend has stopped writing: only a
+        # handle that can be released proves it.
+        return self._try_release_xfer_handle("abandoned", handle)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Report none: whole requests fail, because block ids are ambiguous across groups."""
+        super().get_block_ids_with_load_errors()
+        return set()
+
+    def _get_new_notifs(self) -> set[str]:
+        # A reader's completion notice releases nothing here: nothing was held for it.
+        self.nixl_wrapper.get_new_notifs()
+        return set()
+
+    def take_report(self) -> WorkerReport | None:
+        """Return what is to be told to the scheduler side, None for nothing."""
+        if not (
+            self._must_report or self._report.abandoned or self._report.released or self._abandoned
+        ):
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def shutdown(self) -> None:
+        """Release what was abandoned, then everything else."""
+        for handles in getattr(self, "_abandoned", {}).values():
+            for handle in handles:
+                self._try_release_xfer_handle("abandoned", handle)
+        super().shutdown()
