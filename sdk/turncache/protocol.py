@@ -39,6 +39,8 @@ MAX_SESSION_ID_CHARS: Final = 256
 MAX_TOOLS: Final = 16
 MAX_TOOLS_BYTES: Final = 512
 ANY_TOOL: Final = "*"
+#: A longer duration is no measurement; it would not fit the header's number format.
+_LONGEST_TOOL_S: Final = 1e9
 MAX_RETAIN_S: Final = 3600.0
 DEFAULT_RETAIN_S: Final = 120.0
 MIN_PRIORITY: Final = 0
@@ -46,6 +48,7 @@ MAX_PRIORITY: Final = 100
 DEFAULT_PRIORITY: Final = 50
 
 _VISIBLE_ASCII = re.compile(r"[\x21-\x7e]+")
+_PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]*")
 
 
 class Boundary(enum.StrEnum):
@@ -105,7 +108,7 @@ class Mode(enum.StrEnum):
 # --- structured fields (RFC 9651) ------------------------------------------------
 
 _KEY = re.compile(r"[a-z*][a-z0-9_\-.*]*")
-_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,3})?")
+_NUMBER = re.compile(r"-?(?:[0-9]{1,12}\.[0-9]{1,3}|[0-9]{1,15})")
 _TOKEN = re.compile(r"[A-Za-z*][A-Za-z0-9!#$%&'*+\-.^_`|~:/]*")
 
 #: A bare item: ``bool``, ``int``, ``float`` or ``str``.
@@ -145,10 +148,18 @@ def parse_dictionary(header: str, text: str) -> dict[str, Item]:
     return out
 
 
-def format_dictionary(members: Mapping[str, Item]) -> str:
-    """Serialise a dictionary of bare items (RFC 9651, 4.1.2)."""
+def format_dictionary(members: Mapping[str, Item], *, header: str = "dictionary") -> str:
+    """Serialise a dictionary of bare items (RFC 9651, 4.1.2).
+
+    Raises:
+        ProtocolError: naming ``header``, for a key or value that the standard cannot express.
+    """
+    for key in members:
+        if not _KEY.fullmatch(key):
+            raise ProtocolError(header, f"{_shown(key)} is no dictionary key")
     return ", ".join(
-        key if value is True else f"{key}={_format_item(value)}" for key, value in members.items()
+        key if value is True else f"{key}={_format_item(header, value)}"
+        for key, value in members.items()
     )
 
 
@@ -205,16 +216,22 @@ def _string(header: str, text: str, at: int) -> tuple[str, int]:
     raise ProtocolError(header, f"string without end at character {at} of {text!r}")
 
 
-def _format_item(value: Item) -> str:
+def _format_item(header: str, value: Item) -> str:
     if isinstance(value, bool):
         return "?1" if value else "?0"
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        shown = f"{value:.3f}".rstrip("0")
-        return shown + "0" if shown.endswith(".") else shown
+    if isinstance(value, (int, float)):
+        # Compared first: the digits of a very long integer cannot even be shown.
+        if not abs(value) < 10**15:
+            raise ProtocolError(header, "a number of more than 15 digits")
+        shown = str(value) if isinstance(value, int) else f"{value:.3f}".rstrip("0")
+        shown += "0" if shown.endswith(".") else ""
+        if not _NUMBER.fullmatch(shown):
+            raise ProtocolError(header, f"{shown}: more than 12 digits before the point")
+        return shown
     if _TOKEN.fullmatch(value):
         return value
+    if not _PRINTABLE_ASCII.fullmatch(value):
+        raise ProtocolError(header, f"{_shown(value)}: expected printable ASCII characters")
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
@@ -367,7 +384,7 @@ class CallTags:
         members["priority"] = self.priority
         headers = {
             SESSION_HEADER: check_session_id(self.session_id),
-            CALL_HEADER: format_dictionary(members),
+            CALL_HEADER: format_dictionary(members, header=CALL_HEADER),
         }
         if self.parent_id is not None:
             headers[PARENT_HEADER] = check_session_id(self.parent_id, field_name=PARENT_HEADER)
@@ -417,7 +434,8 @@ def check_version(header: str, members: Mapping[str, Item]) -> None:
         ProtocolError: when member ``v`` is missing or another version.
     """
     version = members.get("v")
-    if version != PROTOCOL_VERSION:
+    # Python's True and 1.0 equal 1; on the wire they are other items.
+    if type(version) is not int or version != PROTOCOL_VERSION:
         raise ProtocolError(
             header, f"version {version!r} is not supported; this side speaks {PROTOCOL_VERSION}"
         )
@@ -459,6 +477,19 @@ def _priority(members: Mapping[str, Item]) -> int:
     return value
 
 
+_NOT_IN_KEY = re.compile(r"[^a-z0-9_\-.*]")
+
+
+def tool_key(name: str) -> str:
+    """Return the row of ``Turncache-Tools`` that stands for the tool called ``name``.
+
+    Keys of structured fields are lower case: ``Bash`` travels as ``bash``, and a
+    character that no key may hold as ``_``. Whoever looks a row up does the same.
+    """
+    key = _NOT_IN_KEY.sub("_", name.lower())
+    return key if _KEY.fullmatch(key) else f"t{key}"
+
+
 def format_tools(durations_s: Mapping[str, float]) -> str:
     """Encode tool durations: at most 16 rows and 512 bytes, what does not fit is left out.
 
@@ -471,9 +502,9 @@ def format_tools(durations_s: Mapping[str, float]) -> str:
         ordered = [(ANY_TOOL, durations_s[ANY_TOOL]), *durations_s.items()]
     seen: set[str] = set()
     for name, seconds in ordered:
-        if name in seen or not _KEY.fullmatch(name) or not math.isfinite(seconds) or seconds < 0:
+        if name in seen or not _KEY.fullmatch(name) or not 0 <= seconds <= _LONGEST_TOOL_S:
             continue
-        row = f"{name}={_format_item(float(seconds))}"
+        row = f"{name}={_format_item(TOOLS_HEADER, float(seconds))}"
         if len(rows) == MAX_TOOLS or size + len(row) + 2 > MAX_TOOLS_BYTES:
             break
         seen.add(name)
@@ -564,7 +595,7 @@ class Outcome:
         members["reason"] = self.reason.value
         if self.at is not None:
             members["at"] = self.at
-        return format_dictionary(members)
+        return format_dictionary(members, header=OUTCOME_HEADER)
 
     @classmethod
     def from_header(cls, text: str) -> Outcome:
@@ -673,7 +704,7 @@ class EngineHints:
             retain_s=retain_s,
             expect_s=_seconds(xargs.get("tc_expect_s")),
             priority=priority
-            if isinstance(priority, int) and MIN_PRIORITY <= priority <= MAX_PRIORITY
+            if type(priority) is int and MIN_PRIORITY <= priority <= MAX_PRIORITY
             else DEFAULT_PRIORITY,
             source=_legal_or_none(xargs.get("tc_source")),
             handover=xargs.get("tc_handover") == 1,
@@ -691,9 +722,10 @@ def _legal_or_none(value: object) -> str | None:
 
 
 def _seconds(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value == math.inf:
         return None
-    return min(float(value), MAX_RETAIN_S) if math.isfinite(value) and value >= 0 else None
+    # Clipped before it is converted: an integer from outside may exceed every float.
+    return float(min(value, MAX_RETAIN_S)) if value >= 0 else None
 
 
 def members_from_outside(members: Iterable[str]) -> Iterator[str]:
