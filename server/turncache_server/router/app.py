@@ -1,0 +1,284 @@
+"""The composition root: the only place that wires the router, starts and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+from aiohttp import web
+
+from turncache.errors import ConfigError
+from turncache_server.control.client import AsyncControlClient
+from turncache_server.router.background import Background
+from turncache_server.router.calls import API
+from turncache_server.router.config import RouterConfig
+from turncache_server.router.errors import SERVER_ERROR, ApiError
+from turncache_server.router.events import CallRefused, Events, Listener
+from turncache_server.router.handlers import (
+    REQUEST_ID,
+    Handlers,
+    answer_headers,
+    check_headers,
+    error_response,
+)
+from turncache_server.router.logs import log_event
+from turncache_server.router.metrics import Metrics
+from turncache_server.router.pool import Pool
+from turncache_server.router.records import CallRecords
+from turncache_server.router.services import Services, Switches
+from turncache_server.router.sessions import SessionTable
+from turncache_server.router.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+#: The HTTP parser's own limits lie above ours, so that the answer is ours.
+_PARSER_BYTES: Final = 2 * 1024 * 1024
+_PARSER_HEADERS: Final = 4096
+
+
+class Router:
+    """A router that is serving.
+
+    Attributes:
+        url: base URL, without ``/v1``.
+        config: its settings.
+    """
+
+    def __init__(self, url: str, services: Services) -> None:
+        self.url = url
+        self.config = services.config
+        self._services = services
+
+    @property
+    def return_enabled(self) -> bool:
+        """Whether prefill is told to pull from decode."""
+        return self._services.switches.return_enabled
+
+    @return_enabled.setter
+    def return_enabled(self, enabled: bool) -> None:
+        self._services.switches.return_enabled = enabled
+
+
+@asynccontextmanager
+async def serving(
+    config: RouterConfig,
+    *,
+    listeners: Sequence[Listener] = (),
+    clock: Callable[[], float] = time.monotonic,
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+) -> AsyncIterator[Router]:
+    """Serve on the configured address for the length of the block, then drain.
+
+    Args:
+        config: the settings; port 0 lets the system choose.
+        listeners: told every event, beside log and metrics.
+        clock: monotonic seconds.
+        new_id: makes the ids of calls.
+
+    Raises:
+        ConfigError: the address cannot be bound, or ``engine_key_env`` names no variable.
+    """
+    sessions = SessionTable(config.max_sessions)
+    metrics = Metrics(lambda: len(sessions))
+    events = Events((log_event, metrics, *listeners))
+    engine_key = _engine_key(config)
+    upstream = Upstream(config)
+    control = AsyncControlClient()
+    services = Services(
+        config=config,
+        switches=Switches(return_enabled=config.return_enabled),
+        pool=Pool(config, upstream, events, clock, engine_key),
+        upstream=upstream,
+        control=control,
+        sessions=sessions,
+        records=CallRecords(config.max_calls),
+        events=events,
+        background=Background(),
+        clock=clock,
+        new_id=new_id,
+        engine_key=engine_key,
+    )
+    edge = _Edge(services)
+    runner = web.AppRunner(
+        _application(services, metrics, edge),
+        access_log=None,
+        handler_cancellation=True,
+        auto_decompress=False,
+        shutdown_timeout=1.0,
+        max_line_size=_PARSER_BYTES,
+        max_field_size=_PARSER_BYTES,
+        max_headers=_PARSER_HEADERS,
+    )
+    try:
+        await runner.setup()
+        await services.pool.start()
+        site = await _listen(runner, config)
+        router = Router(_url(runner, config), services)
+        logger.info("router listens on %s", router.url)
+        try:
+            yield router
+        finally:
+            services.switches.draining = True
+            await site.stop()
+            await edge.drain(config.shutdown_s)
+    finally:
+        await runner.cleanup()
+        await services.background.close(1.0)
+        await services.pool.close()
+        await control.close()
+        await upstream.close()
+
+
+def run(config: RouterConfig, *, ready: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return.
+
+    Args:
+        config: the settings.
+        ready: called with the base URL once the router serves.
+    """
+    asyncio.run(_run(config, ready))
+
+
+async def _run(config: RouterConfig, ready: Callable[[str], None] | None) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serving(config) as router:
+        if ready is not None:
+            ready(router.url)
+        await stop.wait()
+        logger.info("router drains for at most %g s", config.shutdown_s)
+
+
+class _Edge:
+    """The middleware: ids, limits, errors in OpenAI's shape; and who is being served."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._active: set[asyncio.Task[object]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until the requests are answered, then cancel what is left."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for task in self._active:
+                task.cancel()
+
+    @web.middleware
+    async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Serve one request."""
+        request[REQUEST_ID] = self._services.new_id()
+        task = asyncio.current_task()
+        assert task is not None
+        self._active.add(task)
+        self._idle.clear()
+        try:
+            return await self._answered(request, handler)
+        finally:
+            self._active.discard(task)
+            if not self._active:
+                self._idle.set()
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            check_headers(request, self._services.config.max_header_bytes)
+            self._check_draining(request)
+            return await handler(request)
+        except ApiError as error:
+            return self._refused(request, error)
+        except web.HTTPException as error:
+            return self._refused(request, _http_error(request, error))
+        except Exception:
+            logger.exception("request %s failed", request[REQUEST_ID])
+            if request.writer.output_size > 0:
+                raise  # the connection breaks: the client must not take it for an end
+            return self._refused(
+                request,
+                ApiError(500, "The router failed on this request.", kind=SERVER_ERROR),
+            )
+
+    def _check_draining(self, request: web.Request) -> None:
+        if self._services.switches.draining and request.path not in ("/health", "/metrics"):
+            raise ApiError(
+                503,
+                "The router is shutting down.",
+                kind=SERVER_ERROR,
+                code="draining",
+                retry_after_s=self._services.config.retry_after_s,
+            )
+
+    def _refused(self, request: web.Request, error: ApiError) -> web.Response:
+        api = API if request.match_info.route.name == API else "other"
+        self._services.events.emit(CallRefused(api=api, code=error.status))
+        return error_response(error)
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
+    if error.status == 404:
+        message = f"No such path: {request.path[:200]!r}. This router serves a fixed list."
+    elif error.status == 405:
+        message = f"{request.method} is not allowed on {request.path[:200]!r}."
+    else:
+        message = error.reason
+    return ApiError(error.status, message, code="not_found" if error.status == 404 else None)
+
+
+def _application(services: Services, metrics: Metrics, edge: _Edge) -> web.Application:
+    app = web.Application(middlewares=[edge.__call__])
+    app.add_routes(Handlers(services, metrics).routes())
+    app.on_response_prepare.append(_mark)
+    return app
+
+
+async def _mark(request: web.Request, response: web.StreamResponse) -> None:
+    if REQUEST_ID in request:
+        response.headers.update(answer_headers(request[REQUEST_ID]))
+
+
+async def _listen(runner: web.AppRunner, config: RouterConfig) -> web.TCPSite:
+    site = web.TCPSite(runner, config.host, config.port)
+    try:
+        await site.start()
+    except OSError as error:
+        raise ConfigError(
+            "port", f"cannot listen on {config.host}:{config.port}: {error}; choose a free port"
+        ) from error
+    if config.host not in ("localhost", "::1") and not config.host.startswith("127."):
+        logger.warning(
+            "the router listens on %s without keys: whoever reaches it can use the engines",
+            config.host,
+        )
+    return site
+
+
+def _url(runner: web.AppRunner, config: RouterConfig) -> str:
+    port = runner.addresses[0][1]
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{port}"
+
+
+def _engine_key(config: RouterConfig) -> str | None:
+    if not config.engine_key_env:
+        return None
+    key = os.environ.get(config.engine_key_env)
+    if not key:
+        raise ConfigError(
+            "engine_key_env",
+            f"the environment has no variable {config.engine_key_env!r}; set it to the engines' "
+            "API key, or leave the setting empty",
+        )
+    return key

@@ -1,0 +1,260 @@
+"""Request bodies: parsed once, edited by splicing, never re-serialised. Pure.
+
+An edit removes members of the outermost object and appends others; the text of every
+member that stays is the client's, byte for byte. So the messages and tools that an engine
+tokenises are what the client wrote: key order, number formats, escapes and white space in
+them decide whether the next prompt continues the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from turncache.protocol import members_from_outside
+from turncache_server.router.errors import ApiError, invalid
+
+#: Objects in which clients put what an engine reads beside the API's own members.
+XARGS: Final = "vllm_xargs"
+_CARRIERS: Final = frozenset({XARGS, "extra_args", "extra_body"})
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of an object, with its place in the text.
+
+    Attributes:
+        start: index of the opening quote of the name.
+        value_start: index of the value's first character.
+        end: index after the value.
+    """
+
+    name: str
+    start: int
+    value_start: int
+    end: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A JSON object with the place of every member of its outermost level.
+
+    Attributes:
+        text: the body as it came; UTF-8 decoding is one to one, so that a slice of it
+            encodes to the bytes that the client sent.
+        members: members by name, in the order of the text.
+    """
+
+    text: str
+    members: Mapping[str, Member]
+
+    @classmethod
+    def parse(cls, raw: bytes, *, max_depth: int) -> Body:
+        """Parse a body.
+
+        Args:
+            raw: UTF-8 without a byte order mark. Other encodings are refused although an
+                engine's JSON library would guess them: both must read the same request.
+            max_depth: deepest nesting of objects and arrays.
+
+        Raises:
+            ApiError: 400, when it is no JSON object, a name occurs twice in any object, or
+                it is nested too deep.
+        """
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise invalid(
+                f"The body is not UTF-8: byte {error.start} cannot be decoded. Send JSON in UTF-8."
+            ) from error
+        try:
+            members, end = scan_object(text, _skip(text, 0))
+        except _DuplicateNameError as error:
+            raise invalid(
+                f"The body has the name {error.name!r} twice in one object: which of them "
+                "counts is undefined. Send it once.",
+                param=error.name,
+            ) from error
+        except RecursionError as error:
+            raise _too_deep(max_depth) from error
+        except ValueError as error:  # JSONDecodeError is one, as is a number of 5,000 digits
+            raise invalid(f"The body is not valid JSON: {error}.") from error
+        if _skip(text, end) != len(text):
+            raise invalid(f"The body goes on after its JSON object, at character {end}.")
+        if _deeper_than(max_depth, [member.value for member in members]):
+            raise _too_deep(max_depth)
+        return cls(text, {member.name: member for member in members})
+
+    def get(self, name: str) -> Any:
+        """Return a member's value, None when it is absent."""
+        member = self.members.get(name)
+        return None if member is None else member.value
+
+    def edited(self, *, drop: Collection[str] = (), put: Mapping[str, str]) -> bytes:
+        """Return the body with members removed and others appended, encoded.
+
+        What clients must not say to an engine is removed in any case, also from
+        ``vllm_xargs`` and its relatives.
+
+        Args:
+            drop: names to remove.
+            put: JSON text by name; replaces a member of that name.
+        """
+        kept = [
+            _without_outsiders(self.text, member)
+            for member in self.members.values()
+            if member.name not in drop and member.name not in put
+        ]
+        return _object(_cleaned(kept), put).encode()
+
+    def xargs(self, ours: Mapping[str, str | int | float]) -> str:
+        """Return ``vllm_xargs`` as JSON text: the client's own, and ours.
+
+        Raises:
+            ApiError: 400, when the client's is neither an object nor null.
+        """
+        member = self.members.get(XARGS)
+        put = {name: json.dumps(value) for name, value in ours.items()}
+        if member is None or member.value is None:
+            return _object((), put)
+        if not isinstance(member.value, dict):
+            raise invalid(
+                f"{XARGS}: expected an object of scalars, got {type(member.value).__name__}.",
+                param=XARGS,
+            )
+        inner, _ = scan_object(self.text, member.value_start)
+        kept = [(m.name, _without_outsiders(self.text, m)[1]) for m in inner if m.name not in put]
+        return _object(_cleaned(kept), put)
+
+
+def drop_members(raw: bytes, names: Collection[str]) -> bytes:
+    """Remove members whose value is not null from a JSON object; all else stays as it is.
+
+    Returns:
+        ``raw`` itself when there is nothing to remove or it is no JSON object.
+    """
+    try:
+        text = raw.decode()
+        members, _ = scan_object(text, _skip(text, 0))
+    except (ValueError, RecursionError):
+        return raw
+    if not any(m.name in names and m.value is not None for m in members):
+        return raw
+    kept = [(m.name, text[m.start : m.end]) for m in members if m.name not in names]
+    return _object(kept, {}).encode()
+
+
+def scan_object(text: str, at: int) -> tuple[list[Member], int]:
+    """Read the object that starts at ``at``.
+
+    Returns:
+        Its members in order, and the index after it.
+
+    Raises:
+        ValueError: when there is no valid object, or a name occurs twice.
+        RecursionError: when it is nested deeper than the interpreter's stack.
+    """
+    if text[at : at + 1] != "{":
+        raise json.JSONDecodeError("Expecting a JSON object", text, at)
+    members: list[Member] = []
+    names: set[str] = set()
+    at = _skip(text, at + 1)
+    if text[at : at + 1] == "}":
+        return members, at + 1
+    while True:
+        start = at
+        if text[at : at + 1] != '"':
+            raise json.JSONDecodeError("Expecting a name in double quotes", text, at)
+        name, at = _decoder.raw_decode(text, at)
+        if name in names:
+            raise _DuplicateNameError(name)
+        names.add(name)
+        at = _skip(text, at)
+        if text[at : at + 1] != ":":
+            raise json.JSONDecodeError("Expecting ':'", text, at)
+        value_start = _skip(text, at + 1)
+        value, at = _decoder.raw_decode(text, value_start)
+        members.append(Member(name, start, value_start, at, value))
+        at = _skip(text, at)
+        mark = text[at : at + 1]
+        if mark == "}":
+            return members, at + 1
+        if mark != ",":
+            raise json.JSONDecodeError("Expecting ',' or '}'", text, at)
+        at = _skip(text, at + 1)
+
+
+class _DuplicateNameError(ValueError):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _DuplicateNameError(name)
+            seen.add(name)
+    return out
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
+def _skip(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return at if match is None else match.end()
+
+
+def _too_deep(max_depth: int) -> ApiError:
+    return invalid(f"The body is nested deeper than {max_depth} levels.")
+
+
+def _deeper_than(max_depth: int, values: list[Any]) -> bool:
+    """Tell whether the values of an outermost object exceed ``max_depth`` levels with it."""
+    level = [value for value in values if isinstance(value, (dict, list))]
+    depth = 1
+    while level:
+        depth += 1
+        if depth > max_depth:
+            return True
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, (dict, list))
+        ]
+    return False
+
+
+def _object(kept: Iterable[tuple[str, str]], put: Mapping[str, str]) -> str:
+    parts = [text for _, text in kept]
+    parts += [f"{json.dumps(name)}:{text}" for name, text in put.items()]
+    return "{" + ",".join(parts) + "}"
+
+
+def _cleaned(kept: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    outside = set(members_from_outside(name for name, _ in kept))
+    return [(name, text) for name, text in kept if name not in outside]
+
+
+def _without_outsiders(text: str, member: Member) -> tuple[str, str]:
+    """Return a member's (name, text), cleaned when it is a carrier of extra arguments."""
+    if member.name not in _CARRIERS or not isinstance(member.value, dict):
+        return member.name, text[member.start : member.end]
+    inner, _ = scan_object(text, member.value_start)
+    kept = _cleaned([_without_outsiders(text, below) for below in inner])
+    return member.name, text[member.start : member.value_start] + _object(kept, {})

@@ -1,0 +1,233 @@
+"""The life of one call: plan, legs, first byte, relay, end.
+
+One object per call holds its state. The order is fixed: a prefill leg is answered before the
+serving leg is sent, the engine's first byte is there before headers go to the client, and
+the session advances only when the answer has ended well; but before its last bytes go out,
+because the client's next call may be quicker than the end of this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import Final, cast
+
+from aiohttp import web
+
+from turncache.protocol import OUTCOME_HEADER
+from turncache_server.router.ending import ChatEnding
+from turncache_server.router.errors import EngineRefused, LegFailed
+from turncache_server.router.events import CallEnded, CallStarted, OutcomeKnown, OutcomeMissing
+from turncache_server.router.legs import ANSWER_HEADERS
+from turncache_server.router.opening import (
+    CallInput,
+    Opened,
+    Opening,
+    abandon,
+    note_failure,
+)
+from turncache_server.router.outcomes import Asked, ask_outcome
+from turncache_server.router.plan import CallPlan, EngineView
+from turncache_server.router.records import CallRecord
+from turncache_server.router.relay import Relay, Relayed
+from turncache_server.router.services import Services
+from turncache_server.router.stream import ClientAnswer, ClientGone
+
+API: Final = "chat"
+#: What logs and metrics call the status of a call whose client did not wait.
+CLIENT_GONE: Final = 499
+#: After the answer nobody waits for the outcome.
+_SETTLE_TIMEOUT_S: Final = 1.0
+
+
+class ChatCall:
+    """One chat completion.
+
+    Args:
+        services: what every call uses.
+        call: the request.
+        plan: its plan.
+        answer: the answer to the client.
+    """
+
+    def __init__(
+        self, services: Services, call: CallInput, plan: CallPlan, answer: ClientAnswer
+    ) -> None:
+        self._services = services
+        self._call = call
+        self._plan = plan
+        self._answer = answer
+        self._record = CallRecord(request=call.request, plan=plan.label, reason=plan.reason)
+        self._opening = Opening(services, call, plan, self._prefilled)
+        self._overhead_s: float | None = None
+        self._witness: EngineView | None = None
+        self._question: asyncio.Task[Asked] | None = None
+
+    async def run(self) -> web.StreamResponse:
+        """Serve the call and return the answer, which has been sent."""
+        services = self._services
+        services.records.begin(self._record)
+        services.events.emit(CallStarted(request=self._call.request, api=API))
+        code, problem = 500, cast("str | None", "internal")
+        try:
+            relayed = await self._serve()
+            code, problem = relayed.code, relayed.problem
+        except ClientGone:
+            code, problem = CLIENT_GONE, "client_gone"
+            return web.Response(status=CLIENT_GONE)
+        except asyncio.CancelledError:
+            code, problem = CLIENT_GONE, "client_gone"
+            raise
+        finally:
+            self._end(code, problem)
+        return relayed.response
+
+    async def _serve(self) -> Relayed:
+        config = self._services.config
+        try:
+            async with self._answer.pinged(config.ping_s if self._call.chat.stream else 0.0):
+                opened = await self._opening.run()
+        except EngineRefused as refusal:
+            return await self._refuse(refusal)
+        except LegFailed as failure:
+            if failure.refusal is not None:
+                return await self._refuse(failure.refusal)
+            error = failure.to_api_error(config.retry_after_s)
+            response = await self._answer.fail(error)
+            return Relayed(response=response, code=error.status, problem=failure.kind)
+        try:
+            relayed = await self._relay(opened)
+        except (ClientGone, asyncio.CancelledError):
+            abandon(self._services, opened.leg)
+            raise
+        except BaseException:
+            opened.leg.close()
+            raise
+        opened.leg.close()
+        return relayed
+
+    async def _relay(self, opened: Opened) -> Relayed:
+        self._witness = self._witness or opened.engine
+        headers = opened.leg.headers(ANSWER_HEADERS) | await self._outcome_header()
+        self._record.ttft_s = self._since_start()
+        self._overhead_s = self._record.ttft_s - self._opening.engine_s
+        collector = ChatEnding(num_choices=self._call.chat.num_choices, final=self._call.tags.final)
+        relay = Relay(
+            answer=self._answer,
+            opened=opened,
+            headers=headers,
+            collector=collector,
+            config=self._services.config,
+            completed=lambda: self._advance(opened.engine),
+        )
+        streamed = opened.leg.content_type == "text/event-stream"
+        relayed = await (relay.stream() if streamed else relay.whole())
+        self._record.ending = relayed.ending
+        if relayed.failure is not None:
+            note_failure(
+                self._services, self._call.request, opened.engine, relayed.failure, retried=False
+            )
+        return relayed
+
+    async def _refuse(self, refusal: EngineRefused) -> Relayed:
+        """Pass an engine's error on."""
+        if self._answer.started:
+            response = await self._answer.fail(refusal.to_api_error())
+        else:
+            headers = dict(refusal.headers)
+            if refusal.status == 503:
+                headers.setdefault("retry-after", str(self._services.config.retry_after_s))
+            response = await self._answer.whole(refusal.status, headers, refusal.body)
+        return Relayed(response=response, code=refusal.status, problem="engine_error")
+
+    def _advance(self, engine: EngineView) -> None:
+        tags = self._call.tags
+        if tags.final:
+            self._services.sessions.forget(tags.session_id)
+        elif not self._call.anonymous:
+            self._services.sessions.advance(
+                tags.session_id, served_by=engine.name, root=self._call.root
+            )
+
+    # --- the outcome ----------------------------------------------------------------------
+
+    def _prefilled(self, engine: EngineView) -> None:
+        """Ask for the outcome while decode works: it costs the call no time."""
+        self._witness = engine
+        self._question = asyncio.create_task(self._ask(self._services.config.control_timeout_s))
+
+    async def _ask(self, timeout_s: float) -> Asked:
+        assert self._witness is not None
+        address = self._services.pool.config_of(self._witness.name).control
+        if address is None:
+            return Asked()
+        return await ask_outcome(
+            self._services.control,
+            address,
+            self._call.request,
+            self._plan,
+            timeout_s=timeout_s,
+        )
+
+    async def _outcome_header(self) -> dict[str, str]:
+        question, self._question = self._question, None
+        if question is None:
+            asked = await self._ask(self._services.config.control_timeout_s)
+        else:
+            asked = await question
+        self._note(asked)
+        if asked.why is not None:
+            self._services.events.emit(OutcomeMissing(request=self._call.request, why=asked.why))
+        if asked.outcome is None:
+            return {}
+        return {OUTCOME_HEADER: asked.outcome.to_header()}
+
+    def _note(self, asked: Asked) -> None:
+        if asked.outcome is not None:
+            self._record.outcome = asked.outcome
+            self._record.final = asked.done
+
+    async def _settle(self) -> None:
+        """Ask once more after the call: the counts of its admission may have changed."""
+        if not self._record.final:
+            self._note(await self._ask(_SETTLE_TIMEOUT_S))
+        self._record.final = True
+        if self._record.outcome is not None:
+            self._services.events.emit(
+                OutcomeKnown(request=self._call.request, outcome=self._record.outcome)
+            )
+
+    # --- the end --------------------------------------------------------------------------
+
+    def _since_start(self) -> float:
+        return self._services.clock() - self._call.started_s
+
+    def _end(self, code: int, problem: str | None) -> None:
+        record, ending = self._record, self._record.ending
+        record.prefill_s = self._opening.prefill_s
+        record.total_s = self._since_start()
+        record.state = {None: "done", "client_gone": "cancelled"}.get(problem, "failed")
+        if self._question is not None:
+            self._question.cancel()
+        session = hashlib.blake2b(self._call.tags.session_id.encode(), digest_size=6)
+        self._services.events.emit(
+            CallEnded(
+                request=self._call.request,
+                session=session.hexdigest(),
+                api=API,
+                plan=self._plan.label,
+                reason=self._plan.reason,
+                code=code,
+                problem=problem,
+                boundary=None if ending is None else ending.boundary,
+                tool_names=() if ending is None else ending.tool_names,
+                prefill_s=record.prefill_s,
+                ttft_s=record.ttft_s,
+                total_s=record.total_s,
+                overhead_s=self._overhead_s,
+            )
+        )
+        if self._witness is None:
+            record.final = True
+        else:
+            self._services.background.spawn(self._settle(), "settle a call")

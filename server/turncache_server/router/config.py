@@ -1,0 +1,226 @@
+"""The router's settings: TOML and flags in, frozen dataclasses out. Read once, at start."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from turncache.errors import ConfigError
+from turncache.protocol import DEFAULT_RETAIN_S, MAX_RETAIN_S, check_session_id
+from turncache_server.control.server import check_loopback
+from turncache_server.router.plan import Side
+
+_MIB: Final = 1024 * 1024
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine.
+
+    Attributes:
+        name: name in logs and metrics, also the key that sessions are placed by.
+        side: ``single``, or ``prefill`` and ``decode``.
+        url: base URL of its HTTP server, without ``/v1``.
+        engine_id: ``engine_id`` of its ``--kv-transfer-config``; the name by default.
+        control: address of its control socket; without it its calls have no outcome.
+    """
+
+    name: str
+    side: Side
+    url: str
+    engine_id: str
+    control: str | None = None
+
+
+def _number(default: float, low: float, high: float = math.inf) -> Any:
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+def _word(default: str, *legal: str) -> Any:
+    return field(default=default, metadata={"legal": legal})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The router's settings; ``README.md`` says what each does and why it is what it is.
+
+    Durations are seconds, sizes bytes.
+    """
+
+    engines: tuple[EngineConfig, ...]
+    host: str = "127.0.0.1"
+    port: int = _number(8000, 0, 65535)
+    return_enabled: bool = True
+    retain_default_s: float = _number(DEFAULT_RETAIN_S, 0, MAX_RETAIN_S)
+    admin: bool = False
+    on_disconnect: str = _word("cancel", "cancel", "drain")
+    disconnect_drain_s: float = _number(30.0, 0, 3600)
+    shutdown_s: float = _number(30.0, 0, 3600)
+    ping_s: float = _number(0.0, 0, 3600)
+    max_attempts: int = _number(2, 1, 16)
+    retry_after_s: int = _number(1, 0, 3600)
+    engine_key_env: str = ""
+    max_body_bytes: int = _number(64 * _MIB, 1024)
+    max_body_depth: int = _number(100, 4, 500)
+    max_header_bytes: int = _number(32 * 1024, 1024, _MIB)
+    max_answer_bytes: int = _number(64 * _MIB, 1024)
+    max_event_bytes: int = _number(16 * _MIB, 1024)
+    max_sessions: int = _number(100_000, 1)
+    max_calls: int = _number(10_000, 1)
+    connect_timeout_s: float = _number(2.0, 0.01, 60)
+    first_byte_timeout_s: float = _number(600.0, 0.01)
+    idle_timeout_s: float = _number(120.0, 0.01)
+    control_timeout_s: float = _number(0.1, 0.001, 5)
+    health_interval_s: float = _number(2.0, 0.01, 300)
+    health_timeout_s: float = _number(2.0, 0.01, 60)
+    breaker_failures: int = _number(3, 1, 1000)
+    breaker_open_s: float = _number(5.0, 0, 300)
+
+
+def load_config(
+    path: Path | None = None, overrides: Mapping[str, object] | None = None
+) -> RouterConfig:
+    """Read settings from a TOML file, flags on top.
+
+    Args:
+        path: the file, None for none.
+        overrides: settings that win over the file's, by name.
+
+    Raises:
+        ConfigError: an unreadable file, an unknown name or an impossible value.
+    """
+    data: dict[str, object] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError("config", f"cannot read {str(path)!r}: {error}") from error
+    return parse_config({**data, **(overrides or {})})
+
+
+def parse_config(data: Mapping[str, object]) -> RouterConfig:
+    """Check settings by name.
+
+    Raises:
+        ConfigError: naming the setting, its value and the legal ones.
+    """
+    fields = {item.name: item for item in dataclasses.fields(RouterConfig)}
+    _check_names("", data, fields)
+    values: dict[str, Any] = {
+        name: _value(name, value, fields[name]) for name, value in data.items() if name != "engines"
+    }
+    return RouterConfig(engines=_engines(data.get("engines")), **values)
+
+
+def _check_names(prefix: str, data: Mapping[str, object], legal: Mapping[str, object]) -> None:
+    for name in data:
+        if name not in legal:
+            raise ConfigError(
+                prefix + name, f"no such setting; expected one of {', '.join(sorted(legal))}"
+            )
+
+
+def _value(name: str, value: object, item: dataclasses.Field[Any]) -> object:
+    kind = type(item.default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        raise ConfigError(name, f"{value!r}: expected {words[kind]}")
+    low: float = item.metadata.get("low", -math.inf)
+    high: float = item.metadata.get("high", math.inf)
+    if isinstance(value, (int, float)) and not low <= value <= high:
+        upper = "" if high == math.inf else f" to {high:g}"
+        raise ConfigError(name, f"{value!r}: expected a number from {low:g}{upper}")
+    legal = item.metadata.get("legal")
+    if legal is not None and value not in legal:
+        raise ConfigError(name, f"{value!r}: expected one of {', '.join(legal)}")
+    return value
+
+
+def _engines(value: object) -> tuple[EngineConfig, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ConfigError(
+            "engines", "expected at least one [[engines]] table with name, side and url"
+        )
+    engines = tuple(_engine(index, item) for index, item in enumerate(value))
+    for what in ("name", "engine_id", "url"):
+        seen: set[str] = set()
+        for engine in engines:
+            text = getattr(engine, what)
+            if text in seen:
+                raise ConfigError(
+                    f"engines.{what}", f"{text!r} occurs twice; every engine needs its own"
+                )
+            seen.add(text)
+    _check_sides(engines)
+    return engines
+
+
+def _check_sides(engines: tuple[EngineConfig, ...]) -> None:
+    sides = {engine.side for engine in engines}
+    if sides not in ({Side.SINGLE}, {Side.PREFILL, Side.DECODE}):
+        got = ", ".join(sorted(side.value for side in sides))
+        raise ConfigError(
+            "engines.side",
+            f"got {got}: expected only single engines, or at least one prefill and one decode",
+        )
+
+
+def _engine(index: int, item: object) -> EngineConfig:
+    prefix = f"engines[{index}]."
+    if not isinstance(item, Mapping):
+        raise ConfigError(f"engines[{index}]", f"{item!r}: expected a table")
+    _check_names(prefix, item, {f.name: f for f in dataclasses.fields(EngineConfig)})
+    for name, value in item.items():
+        if not isinstance(value, str):
+            raise ConfigError(prefix + name, f"{value!r}: expected text")
+    for name in ("name", "side", "url"):
+        if name not in item:
+            raise ConfigError(prefix + name, "missing; every engine needs name, side and url")
+    if not _NAME.fullmatch(item["name"]):
+        raise ConfigError(
+            prefix + "name",
+            f"{item['name']!r}: expected 1 to 64 letters, digits, dots, dashes or underscores",
+        )
+    if item["side"] not in set(Side):
+        raise ConfigError(prefix + "side", f"{item['side']!r}: expected one of {', '.join(Side)}")
+    control = item.get("control") or None
+    return EngineConfig(
+        name=item["name"],
+        side=Side(item["side"]),
+        url=_url(prefix + "url", item["url"]),
+        engine_id=check_session_id(
+            item.get("engine_id", item["name"]), field_name=prefix + "engine_id"
+        ),
+        control=None if control is None else check_loopback(control, setting=prefix + "control"),
+    )
+
+
+def _url(setting: str, text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        legal = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and parts.username is None
+            and parts.path in ("", "/")
+            and not parts.query
+            and not parts.fragment
+        )
+    except ValueError:
+        legal = False
+    if not legal:
+        raise ConfigError(
+            setting, f"{text!r}: expected http://host:port, without path or credentials"
+        )
+    return text.rstrip("/")

@@ -1,0 +1,255 @@
+"""The end of a call, read from the bytes of its answer. Pure.
+
+A side channel: nothing here changes a byte. Events are split on bytes, before any
+decoding, so that a network read may end inside a character, a line end or a name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import msgspec
+
+from turncache.protocol import Boundary
+
+DONE: Final = b"[DONE]"
+
+_BOM: Final = b"\xef\xbb\xbf"
+# A CR that is followed by LF is half of a line end.
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r(?!\n)")
+_EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
+#: Bytes before the end of what was searched in which an event's end may have begun.
+_END_BYTES: Final = 4
+
+
+class SseEvent(NamedTuple):
+    """One event of a stream.
+
+    Attributes:
+        raw: its bytes, comments and the blank line included.
+        data: the value of its data lines, None for comments and other fields alone.
+    """
+
+    raw: bytes
+    data: bytes | None
+
+
+class SseSplitter:
+    """Splits a byte stream into events (WHATWG HTML, 9.2).
+
+    The concatenated ``raw`` is the stream, and the sequence of ``data`` is the same for
+    every way of cutting it into chunks.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._searched = 0
+        self._after_cr = False
+        self._started = False
+
+    @property
+    def pending_bytes(self) -> int:
+        """Size of the event that has begun and not ended."""
+        return len(self._buffer)
+
+    def feed(self, chunk: bytes) -> list[SseEvent]:
+        """Return the events that end in ``chunk``."""
+        events: list[SseEvent] = []
+        if self._after_cr and chunk:
+            self._after_cr = False
+            if chunk.startswith(b"\n"):  # the second half of the last event's line end
+                events.append(SseEvent(b"\n", None))
+                chunk = chunk[1:]
+        self._buffer += chunk
+        while (
+            match := _EVENT_END.search(self._buffer, max(0, self._searched - _END_BYTES))
+        ) is not None:
+            raw = bytes(self._buffer[: match.end()])
+            del self._buffer[: match.end()]
+            self._searched = 0
+            events.append(self._event(raw))
+            self._after_cr = not self._buffer and raw.endswith(b"\r")
+        self._searched = len(self._buffer)
+        return events
+
+    def close(self) -> list[SseEvent]:
+        """Return the last event of a stream that ended without a blank line."""
+        raw = bytes(self._buffer)
+        self._buffer.clear()
+        self._searched = 0
+        return [self._event(raw)] if raw else []
+
+    def _event(self, raw: bytes) -> SseEvent:
+        text = raw
+        if not self._started:
+            self._started = True
+            text = raw.removeprefix(_BOM)
+        values = [
+            line[5:].removeprefix(b" ")
+            for line in _LINE_END.split(text)
+            if line.startswith(b"data") and line[4:5] in (b"", b":")
+        ]
+        return SseEvent(raw, b"\n".join(values) if values else None)
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of a call, as the engine that answered counts them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct, frozen=True):
+    index: int | None = None
+    function: _Function | None = None
+
+
+class _Message(msgspec.Struct, frozen=True):
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    index: int = 0
+    delta: _Message | None = None
+    message: _Message | None = None
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_answers: Final = msgspec.json.Decoder(_Answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a call ended.
+
+    Attributes:
+        problem: why the call counts as failed, None when it ended well.
+        finish_reason: of the first choice.
+        boundary: which wait begins, None when the call failed.
+        tool_names: names of the complete tool calls, in order.
+        usage: tokens, when the engine reported them.
+    """
+
+    problem: str | None
+    finish_reason: str | None = None
+    boundary: Boundary | None = None
+    tool_names: tuple[str, ...] = ()
+    usage: Usage | None = None
+
+
+@dataclass(slots=True)
+class _ToolState:
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+    def add(self, function: _Function | None) -> None:
+        if function is None:
+            return
+        # The name comes once; the arguments come in pieces.
+        self.name = self.name or function.name or ""
+        if function.arguments:
+            self.arguments.append(function.arguments)
+
+    @property
+    def complete(self) -> bool:
+        if not self.name:
+            return False
+        text = "".join(self.arguments)
+        if not text.strip():
+            return True  # a tool without parameters
+        try:
+            return isinstance(msgspec.json.decode(text), dict)
+        except msgspec.DecodeError:
+            return False
+
+
+class ChatEnding:
+    """Collects how a chat completion ends, from its chunks or from its whole body.
+
+    Args:
+        num_choices: answers that were asked for; all of them must finish.
+        final: the client said that nothing follows this call.
+    """
+
+    def __init__(self, *, num_choices: int, final: bool = False) -> None:
+        self._num_choices = num_choices
+        self._final = final
+        self._finished: dict[int, str] = {}
+        self._tools: dict[tuple[int, int], _ToolState] = {}
+        self._usage: Usage | None = None
+        self._error = False
+        self.num_unreadable = 0
+
+    @property
+    def engine_reported_error(self) -> bool:
+        """The engine itself has told the client that the call failed."""
+        return self._error
+
+    def add(self, data: bytes) -> None:
+        """Take one chunk's data, or the whole body of an answer without streaming.
+
+        What does not read as an answer is counted and otherwise ignored: it goes to the
+        client all the same.
+        """
+        try:
+            answer = _answers.decode(data)
+        except msgspec.DecodeError:
+            self.num_unreadable += 1
+            return
+        self._error = self._error or bytes(answer.error) != b"null"
+        self._usage = answer.usage or self._usage
+        for choice in answer.choices:
+            message = choice.delta or choice.message
+            for at, call in enumerate((message.tool_calls if message else None) or ()):
+                index = at if call.index is None else call.index
+                self._tools.setdefault((choice.index, index), _ToolState()).add(call.function)
+            if choice.finish_reason is not None:
+                self._finished[choice.index] = choice.finish_reason
+
+    def ending(self) -> Ending:
+        """Judge what has been seen so far as the whole answer."""
+        problem = self._problem()
+        if problem is not None:
+            return Ending(problem=problem, finish_reason=self._finished.get(0), usage=self._usage)
+        names = tuple(_complete(self._tools[key] for key in sorted(self._tools)))
+        return Ending(
+            problem=None,
+            finish_reason=self._finished[min(self._finished)],
+            boundary=self._boundary(names),
+            tool_names=names,
+            usage=self._usage,
+        )
+
+    def _problem(self) -> str | None:
+        if self._error:
+            return "the engine reported an error"
+        if "error" in self._finished.values():
+            return "the engine gave up on the answer (finish_reason error)"
+        if len(self._finished) < self._num_choices:
+            return "the answer ended without a finish_reason"
+        return None
+
+    def _boundary(self, tool_names: tuple[str, ...]) -> Boundary:
+        # finish_reason alone does not tell: vLLM says "stop" for a call of a named function,
+        # and "length" may have cut a tool call in half, which no client can execute.
+        if self._final:
+            return Boundary.FINAL
+        return Boundary.TOOL if tool_names else Boundary.USER
+
+
+def _complete(tools: Iterable[_ToolState]) -> Iterable[str]:
+    return (tool.name for tool in tools if tool.complete)

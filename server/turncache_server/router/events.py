@@ -1,0 +1,135 @@
+"""What the router has to tell: frozen records, for any number of listeners.
+
+Logs, metrics and traces are listeners; the logic emits and knows none of them. No record
+holds a prompt, an answer or a key.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from turncache.protocol import Boundary, Outcome, Plan, Reason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRefused:
+    """The router answered a request itself, without a plan."""
+
+    api: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStarted:
+    """A call has a plan."""
+
+    request: str
+    api: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallEnded:
+    """A call that had a plan is over for the client.
+
+    Attributes:
+        request: the call's id.
+        session: digest of the session id.
+        code: HTTP status, 499 when the client left.
+        problem: kind of failure, None when the call ended well. A stream that broke after
+            its first byte has one beside code 200.
+        prefill_s: seconds of the prefill leg, None without one.
+        ttft_s: seconds to the engine's first byte, None when there was none.
+        total_s: seconds until the last byte.
+        overhead_s: part of ``ttft_s`` that no engine was working, None without a first byte.
+    """
+
+    request: str
+    session: str
+    api: str
+    plan: Plan
+    reason: Reason
+    code: int
+    problem: str | None
+    boundary: Boundary | None
+    tool_names: tuple[str, ...]
+    prefill_s: float | None
+    ttft_s: float | None
+    total_s: float
+    overhead_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeKnown:
+    """The final outcome of a call: once per call at most."""
+
+    request: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeMissing:
+    """The outcome was not known when a call's headers had to go out.
+
+    Attributes:
+        why: ``no_answer``, ``unknown_call`` or ``implausible``.
+    """
+
+    request: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegFailure:
+    """A leg got no usable answer.
+
+    Attributes:
+        kind: see :class:`turncache_server.router.errors.LegFailed`.
+        retried: another engine is tried.
+    """
+
+    request: str
+    engine: str
+    side: str
+    kind: str
+    retried: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChanged:
+    """An engine became live or stopped being it."""
+
+    engine: str
+    side: str
+    live: bool
+    why: str
+
+
+Event = (
+    CallRefused
+    | CallStarted
+    | CallEnded
+    | OutcomeKnown
+    | OutcomeMissing
+    | LegFailure
+    | EngineChanged
+)
+Listener = Callable[[Event], None]
+
+
+class Events:
+    """Hands every event to every listener, in order."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = tuple(listeners)
+
+    def emit(self, event: Event) -> None:
+        """Tell the listeners; one that fails is logged and must not fail a call."""
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("a listener failed on %s", type(event).__name__)

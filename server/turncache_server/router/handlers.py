@@ -1,0 +1,268 @@
+"""HTTP handlers: from a request to a call, and the small endpoints beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from collections.abc import Mapping
+from typing import Any, Final
+
+from aiohttp import web
+
+from turncache.errors import ProtocolError
+from turncache.protocol import (
+    CALL_HEADER,
+    PROTOCOL_VERSION,
+    REQUEST_ID_HEADER,
+    CallTags,
+    SessionSource,
+    check_session_id,
+    identify,
+    tags_from_headers,
+)
+from turncache_server.router import metrics
+from turncache_server.router.body import Body
+from turncache_server.router.calls import ChatCall
+from turncache_server.router.chat import read_chat
+from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
+from turncache_server.router.legs import FORWARDED_HEADERS
+from turncache_server.router.metrics import Metrics
+from turncache_server.router.opening import CallInput
+from turncache_server.router.plan import PlanHints, Side, Snapshot, check_model, make_plan
+from turncache_server.router.services import Services
+from turncache_server.router.sessions import namespaced
+from turncache_server.router.stream import ClientAnswer
+
+#: Key of a request under which the middleware leaves its id.
+REQUEST_ID: Final = "turncache_request_id"
+
+_SESSION_HEADERS: Final = tuple(source.value for source in SessionSource)
+
+
+class Handlers:
+    """The endpoints.
+
+    Args:
+        services: what every call uses.
+        metrics: rendered by ``/metrics``.
+    """
+
+    def __init__(self, services: Services, metrics: Metrics) -> None:
+        self._services = services
+        self._metrics = metrics
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the allow-list: every other path is 404, vLLM has some that change weights."""
+        routes = [
+            web.post("/v1/chat/completions", self.chat_completions, name="chat"),
+            web.get("/v1/models", self.models, name="models"),
+            web.get("/v1/calls/{request_id}", self.call_record, name="calls"),
+            web.get("/health", self.health, name="health"),
+            web.get("/metrics", self.metrics, name="metrics"),
+        ]
+        if self._services.config.admin:
+            routes.append(web.post("/admin/return", self.switch_return, name="admin"))
+        return routes
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """Serve ``POST /v1/chat/completions``."""
+        services = self._services
+        started_s = services.clock()
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        body = Body.parse(await self._json_body(request), max_depth=services.config.max_body_depth)
+        chat = read_chat(body)
+        request_id: str = request[REQUEST_ID]
+        tags, anonymous = _tags(headers, body, request_id)
+        snapshot = await self._snapshot_with(chat.model)
+        check_model(chat, snapshot)
+        entry = services.sessions.get(tags.session_id)
+        call = CallInput(
+            request=request_id,
+            path="/v1/chat/completions",
+            body=body,
+            chat=chat,
+            tags=tags,
+            anonymous=anonymous,
+            root=services.sessions.root_of(tags.session_id, tags.parent_id),
+            headers=headers,
+            started_s=started_s,
+            return_enabled=snapshot.return_enabled,
+        )
+        hints = PlanHints(root=call.root, served_by=None if entry is None else entry.served_by)
+        plan = make_plan(chat, hints, snapshot)
+        answer = ClientAnswer(request, {})
+        return await ChatCall(services, call, plan, answer).run()
+
+    async def models(self, request: web.Request) -> web.Response:
+        """Serve ``GET /v1/models`` from an engine that answers clients."""
+        snapshot = self._snapshot()
+        side = Side.SINGLE if Side.SINGLE in snapshot.needed_sides else Side.DECODE
+        engines = snapshot.of_side(side)
+        live = [engine for engine in engines if engine.live] or engines
+        headers = {
+            name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers
+        }
+        if self._services.engine_key is not None:
+            headers["authorization"] = f"Bearer {self._services.engine_key}"
+        try:
+            status, body = await self._services.upstream.get(
+                self._services.pool.config_of(live[0].name),
+                "/v1/models",
+                headers,
+                timeout_s=self._services.config.health_timeout_s,
+            )
+        except LegFailed as failure:
+            raise ApiError(
+                503,
+                f"No engine answers: it {failure.problem}.",
+                kind=SERVER_ERROR,
+                code="no_engine",
+                retry_after_s=self._services.config.retry_after_s,
+            ) from failure
+        return web.Response(status=status, body=body, content_type="application/json")
+
+    async def call_record(self, request: web.Request) -> web.Response:
+        """Serve ``GET /v1/calls/{request_id}``."""
+        record = self._services.records.get(request.match_info["request_id"])
+        if record is None:
+            raise ApiError(
+                404,
+                "No call with this id is on record. The id is the X-Request-Id of the call's "
+                f"answer; the last {self._services.config.max_calls} calls are kept.",
+                code="call_not_found",
+            )
+        return web.json_response(record.to_dict())
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Serve ``GET /health``: 200 only when every needed side has a live engine."""
+        snapshot = self._snapshot()
+        sides = {
+            side.value: {
+                "live": sum(engine.live for engine in snapshot.of_side(side)),
+                "engines": len(snapshot.of_side(side)),
+            }
+            for side in snapshot.needed_sides
+        }
+        draining = self._services.switches.draining
+        able = not draining and all(side["live"] for side in sides.values())
+        word = "ok" if able else "draining" if draining else "unavailable"
+        return web.json_response(
+            {"status": word, "sides": sides, "return_enabled": snapshot.return_enabled},
+            status=200 if able else 503,
+        )
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Serve ``GET /metrics``."""
+        return web.Response(
+            body=self._metrics.render(), headers={"content-type": metrics.CONTENT_TYPE}
+        )
+
+    async def switch_return(self, request: web.Request) -> web.Response:
+        """Serve ``POST /admin/return``, from loopback only."""
+        if not _from_loopback(request):
+            raise ApiError(403, "Admin endpoints answer on loopback only.", code="forbidden")
+        body = Body.parse(await self._json_body(request), max_depth=4)
+        enabled = body.get("enabled")
+        if not isinstance(enabled, bool):
+            raise invalid('enabled: expected {"enabled": true} or false.', param="enabled")
+        self._services.switches.return_enabled = enabled
+        return web.json_response({"return_enabled": enabled})
+
+    def _snapshot(self) -> Snapshot:
+        return self._services.pool.snapshot(return_enabled=self._services.switches.return_enabled)
+
+    async def _snapshot_with(self, model: str | None) -> Snapshot:
+        """Return a snapshot; the engines are asked again when none is known to serve it."""
+        snapshot = self._snapshot()
+        if model is None or any(model in engine.models for engine in snapshot.engines):
+            return snapshot
+        await self._services.pool.refresh_models()
+        return self._snapshot()
+
+    async def _json_body(self, request: web.Request) -> bytes:
+        """Read a body within its limit.
+
+        Raises:
+            ApiError: 413 or 415.
+        """
+        if request.content_type != "application/json":
+            # Also what keeps a web page from posting here: this type needs a preflight.
+            raise ApiError(
+                415, f"content-type: {request.content_type!r}: expected 'application/json'."
+            )
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ApiError(415, f"content-encoding: {encoding[:40]!r}: expected 'identity'.")
+        limit = self._services.config.max_body_bytes
+        if (request.content_length or 0) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        async for part in request.content.iter_any():
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+        return b"".join(parts)
+
+
+def answer_headers(request_id: str) -> dict[str, str]:
+    """Return the headers of every answer."""
+    return {CALL_HEADER: f"v={PROTOCOL_VERSION}", REQUEST_ID_HEADER: request_id}
+
+
+def error_response(error: ApiError) -> web.Response:
+    """Make the answer for an error of the router's own."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = f"{error.retry_after_s:g}"
+    return web.Response(
+        status=error.status,
+        body=error.to_json(),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def check_headers(request: web.Request, max_bytes: int) -> None:
+    """Refuse headers that are too large, or that name two sessions.
+
+    Raises:
+        ApiError: 431 or 400.
+    """
+    size = sum(len(name) + len(value) for name, value in request.raw_headers)
+    if size > max_bytes:
+        raise ApiError(431, f"The headers have {size} bytes; at most {max_bytes} are allowed.")
+    for name in _SESSION_HEADERS:
+        if len(request.headers.getall(name, ())) > 1:
+            raise invalid(f"{name}: sent twice; which of them counts is undefined.", param=name)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"The body has more than {limit} bytes, the most that this router takes.")
+
+
+def _tags(headers: Mapping[str, str], body: Body, request_id: str) -> tuple[CallTags, bool]:
+    """Read what the client says about the call: (tags, whether it named no session)."""
+    values: dict[str, Any] = {name: member.value for name, member in body.members.items()}
+    try:
+        identity = identify(headers, values)
+        if identity is None:
+            # Never a fingerprint of the content: two users who begin alike are not one.
+            session_id = check_session_id(f"anonymous-{request_id}")
+            return CallTags(session_id=session_id, retain_s=0.0), True
+        tags = tags_from_headers(headers, identity)
+    except ProtocolError as error:
+        raise invalid(f"{error}.", param=error.field) from error
+    parent = tags.parent_id
+    return dataclasses.replace(
+        tags,
+        session_id=namespaced(tags.session_id),
+        parent_id=None if parent is None else namespaced(parent),
+    ), False
+
+
+def _from_loopback(request: web.Request) -> bool:
+    # The address of the connection, never a header: X-Forwarded-For is the client's to choose.
+    peer = None if request.transport is None else request.transport.get_extra_info("peername")
+    return isinstance(peer, tuple) and ipaddress.ip_address(peer[0]).is_loopback

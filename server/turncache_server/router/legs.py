@@ -1,0 +1,103 @@
+"""The body and headers of each leg of a call. Pure.
+
+A leg is one request to one engine. The decode leg, and the only leg of a call on one
+engine, is what the client sent. The prefill leg is the same request with an answer of one
+token, which nobody reads: its purpose is the prompt's KV.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from turncache.protocol import REQUEST_ID_HEADER, SESSION_HEADER, EngineHints
+from turncache_server.router.body import XARGS, Body
+
+#: Members that a prefill leg sets. Both limits, because ``max_completion_tokens`` wins in
+#: vLLM and older engines know only ``max_tokens``.
+_PREFILL_PUT: Final = {
+    "stream": "false",
+    "n": "1",
+    "max_tokens": "1",
+    "max_completion_tokens": "1",
+}
+
+# What shapes an answer that is thrown away, and would refuse, stop or enlarge it:
+# min_tokens above 1 and stream_options without stream are a 400, a stop string or
+# ignore_eos changes why one token ended, log-probabilities and token ids make it large.
+#
+# tools, tool_choice, response_format and structured_outputs stay although they only
+# constrain the answer: a renderer may put tool choice and response format into the prompt
+# (KimiK3Renderer does, and exclude_tools_when_tool_choice_none drops the tools), and the
+# two legs must have the same prompt to the last token. A forced tool call that is cut off
+# after one token is no error in vLLM (DelegatingParser._extract_tool_calls): for
+# "required" the ValidationError is suppressed and there are no calls, for a named function
+# the text becomes its arguments, and the other parsers answer with the text.
+_PREFILL_DROP: Final = frozenset(
+    {
+        "echo",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logprob_token_ids",
+        "logprobs",
+        "min_tokens",
+        "prompt_logprobs",
+        "return_prompt_text",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "stop",
+        "stop_token_ids",
+        "stream_interval",
+        "stream_options",
+        "top_logprobs",
+    }
+)
+
+# vLLM prefers the header, but reads the member where the header is missing: a client must
+# not choose the id of an engine's request, two equal ones corrupt its state.
+_NEVER: Final = frozenset({"request_id"})
+
+#: Request headers that an engine may see as the client sent them: its key, when the router
+#: has none of its own, and trace context.
+FORWARDED_HEADERS: Final = ("authorization", "traceparent", "tracestate")
+#: Answer headers of an engine that a client may see.
+ANSWER_HEADERS: Final = ("content-type", "retry-after")
+
+
+def prefill_body(body: Body, hints: EngineHints) -> bytes:
+    """Make the body of the prefill leg."""
+    return body.edited(drop=_PREFILL_DROP | _NEVER, put={**_PREFILL_PUT, **_ours(body, hints)})
+
+
+def serving_body(body: Body, hints: EngineHints) -> bytes:
+    """Make the body of the leg whose answer the client gets."""
+    return body.edited(drop=_NEVER, put=_ours(body, hints))
+
+
+def leg_headers(
+    client: Mapping[str, str], *, session: str, request_id: str, engine_key: str | None
+) -> dict[str, str]:
+    """Make the headers of a leg.
+
+    Args:
+        client: the client's headers with lower-case names. Only the allow-list is taken:
+            vLLM also reads headers that choose a data-parallel rank or a priority.
+        session: namespaced session id.
+        request_id: minted per attempt.
+        engine_key: the router's own key for engines, None to pass the client's on.
+    """
+    headers = {name: client[name] for name in FORWARDED_HEADERS if name in client}
+    if engine_key is not None:
+        headers["authorization"] = f"Bearer {engine_key}"
+    headers["content-type"] = "application/json"
+    headers[SESSION_HEADER] = session
+    headers[REQUEST_ID_HEADER] = request_id
+    return headers
+
+
+def _ours(body: Body, hints: EngineHints) -> dict[str, str]:
+    return {
+        "session_id": json.dumps(hints.session),
+        XARGS: body.xargs(hints.to_xargs()),
+    }

@@ -1,0 +1,56 @@
+"""The log as a listener: one line per call, one per change of an engine."""
+
+from __future__ import annotations
+
+import logging
+
+from turncache_server.router.events import (
+    CallEnded,
+    EngineChanged,
+    Event,
+    LegFailure,
+    OutcomeKnown,
+    OutcomeMissing,
+)
+
+logger = logging.getLogger("turncache.router")
+
+
+def log_event(event: Event) -> None:
+    """Write an event to the log; sessions appear as digests, prompts and keys never."""
+    match event:
+        case CallEnded():
+            logger.log(
+                logging.INFO if event.problem is None else logging.WARNING,
+                "call %s session %s: plan=%s reason=%s code=%d%s ttft=%s total=%.3f s",
+                event.request,
+                event.session,
+                event.plan.value,
+                event.reason.value,
+                event.code,
+                "" if event.problem is None else f" problem={event.problem}",
+                "-" if event.ttft_s is None else f"{event.ttft_s:.3f}",
+                event.total_s,
+            )
+        case OutcomeKnown():
+            logger.info("call %s: %s", event.request, event.outcome.to_header())
+        case OutcomeMissing():
+            logger.warning("call %s: outcome missing (%s)", event.request, event.why)
+        case LegFailure():
+            logger.warning(
+                "call %s: leg on %s (%s) failed: %s%s",
+                event.request,
+                event.engine,
+                event.side,
+                event.kind,
+                ", trying another" if event.retried else "",
+            )
+        case EngineChanged():
+            logger.log(
+                logging.INFO if event.live else logging.WARNING,
+                "engine %s (%s) is %s: %s",
+                event.engine,
+                event.side,
+                "live" if event.live else "down",
+                event.why,
+            )

@@ -1,0 +1,141 @@
+"""Prometheus metrics as a listener, in a registry of their own.
+
+Labels are closed sets: words of the wire contract, HTTP status codes and names from the
+configuration. A session id is never a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from turncache_server.router.events import (
+    CallEnded,
+    CallRefused,
+    CallStarted,
+    EngineChanged,
+    Event,
+    LegFailure,
+    OutcomeKnown,
+    OutcomeMissing,
+)
+
+#: Content type of :meth:`Metrics.render`.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4)
+_OVERHEAD_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
+
+
+class Metrics:
+    """The router's metrics.
+
+    Args:
+        num_sessions: called when metrics are read; size of the session table.
+    """
+
+    def __init__(self, num_sessions: Callable[[], int]) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "turncache_router_requests_total",
+            "Requests by API, plan (none: refused by the router) and HTTP status.",
+            ("api", "plan", "code"),
+            registry=registry,
+        )
+        self._problems = Counter(
+            "turncache_router_failed_calls_total",
+            "Calls that had a plan and did not end well.",
+            ("problem",),
+            registry=registry,
+        )
+        self._ttft = Histogram(
+            "turncache_router_ttft_seconds",
+            "Seconds to the engine's first byte.",
+            ("plan",),
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self._overhead = Histogram(
+            "turncache_router_overhead_seconds",
+            "Seconds to the first byte in which no engine was working on the call.",
+            buckets=_OVERHEAD_S,
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "turncache_prompt_tokens_total",
+            "Prompt tokens by where their KV came from.",
+            ("source",),
+            registry=registry,
+        )
+        self._lost = Counter(
+            "turncache_lost_tokens_total",
+            "Computed tokens that an earlier call of the lineage had computed.",
+            ("reason",),
+            registry=registry,
+        )
+        self._missing = Counter(
+            "turncache_router_outcome_missing_total",
+            "Answers without a Turncache-Outcome header.",
+            ("why",),
+            registry=registry,
+        )
+        self._leg_failures = Counter(
+            "turncache_router_leg_failures_total",
+            "Legs without a usable answer.",
+            ("side", "kind", "retried"),
+            registry=registry,
+        )
+        self._active = Gauge(
+            "turncache_router_active_calls", "Calls being served.", registry=registry
+        )
+        self._live = Gauge(
+            "turncache_router_engine_live",
+            "Whether an engine takes calls.",
+            ("engine", "side"),
+            registry=registry,
+        )
+        sessions = Gauge(
+            "turncache_router_sessions", "Sessions in the router's table.", registry=registry
+        )
+        sessions.set_function(num_sessions)
+
+    def __call__(self, event: Event) -> None:
+        """Count an event."""
+        match event:
+            case CallRefused():
+                self._requests.labels(event.api, "none", str(event.code)).inc()
+            case CallStarted():
+                self._active.inc()
+            case CallEnded():
+                self._ended(event)
+            case OutcomeKnown():
+                self._outcome(event)
+            case OutcomeMissing():
+                self._missing.labels(event.why).inc()
+            case LegFailure():
+                retried = "yes" if event.retried else "no"
+                self._leg_failures.labels(event.side, event.kind, retried).inc()
+            case EngineChanged():
+                self._live.labels(event.engine, event.side).set(event.live)
+
+    def render(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _ended(self, event: CallEnded) -> None:
+        self._active.dec()
+        self._requests.labels(event.api, event.plan.value, str(event.code)).inc()
+        if event.problem is not None:
+            self._problems.labels(event.problem).inc()
+        if event.ttft_s is not None:
+            self._ttft.labels(event.plan.value).observe(event.ttft_s)
+        if event.overhead_s is not None:
+            self._overhead.observe(event.overhead_s)
+
+    def _outcome(self, event: OutcomeKnown) -> None:
+        outcome = event.outcome
+        self._tokens.labels("local").inc(outcome.local)
+        self._tokens.labels("returned").inc(outcome.returned)
+        self._tokens.labels("computed").inc(outcome.computed)
+        self._lost.labels(outcome.reason.value).inc(outcome.lost)

@@ -1,0 +1,281 @@
+"""A call up to the first byte of its answer: the legs, in order, and their retries.
+
+Another engine of the side is tried only when nothing was consumed by the last one: its
+connection was refused, or it answered 503. What may have been consumed is not repeated:
+the client decides, and its next try is a call of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from turncache.protocol import CallTags, Cause, EngineHints
+from turncache_server.router.body import Body
+from turncache_server.router.chat import ChatRequest
+from turncache_server.router.ending import ChatEnding
+from turncache_server.router.errors import EngineRefused, LegFailed
+from turncache_server.router.events import LegFailure
+from turncache_server.router.legs import ANSWER_HEADERS, leg_headers, prefill_body, serving_body
+from turncache_server.router.plan import CallPlan, EngineView
+from turncache_server.router.services import Services
+from turncache_server.router.upstream import EngineAnswer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallInput:
+    """One request, read and checked.
+
+    Attributes:
+        request: id of the call, minted by the router.
+        path: path of the API, the same at the router and the engines.
+        tags: what the client said, with the namespaced session and parent.
+        anonymous: the client named no session.
+        root: namespaced id that the session is placed by.
+        headers: the client's headers with lower-case names.
+        started_s: when the request arrived.
+        return_enabled: the switch at that moment.
+    """
+
+    request: str
+    path: str
+    body: Body
+    chat: ChatRequest
+    tags: CallTags
+    anonymous: bool
+    root: str
+    headers: Mapping[str, str]
+    started_s: float
+    return_enabled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """An answer that has begun.
+
+    Attributes:
+        engine: the engine that gives it.
+        leg: its answer, to be closed by whoever holds this.
+        first: the first bytes of its body.
+    """
+
+    engine: EngineView
+    leg: EngineAnswer
+    first: bytes
+
+
+class Opening:
+    """Runs a call's legs up to the first byte.
+
+    Args:
+        services: what every call uses.
+        call: the request.
+        plan: its plan.
+        prefilled: called with the engine whose prefill leg has been answered.
+
+    Attributes:
+        engine_s: seconds in which an engine was working on the call.
+        prefill_s: seconds of the prefill leg, None without one.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        call: CallInput,
+        plan: CallPlan,
+        prefilled: Callable[[EngineView], None],
+    ) -> None:
+        self._services = services
+        self._call = call
+        self._plan = plan
+        self._prefilled = prefilled
+        self._num_attempts = 0
+        self.engine_s = 0.0
+        self.prefill_s: float | None = None
+
+    async def run(self) -> Opened:
+        """Run the legs.
+
+        Raises:
+            LegFailed: no engine of a side gave a usable answer.
+            EngineRefused: an engine answered with an error.
+        """
+        if not self._plan.prefill:
+            return await self._first_that_answers(
+                self._plan.serve, lambda engine: self._serve(engine, "single", None)
+            )
+        source = await self._first_that_answers(self._plan.prefill, self._prefill)
+        self._prefilled(source)
+        return await self._first_that_answers(
+            self._plan.serve, lambda engine: self._serve(engine, "decode", source.engine_id)
+        )
+
+    async def _first_that_answers(
+        self, engines: tuple[EngineView, ...], attempt: Callable[[EngineView], Awaitable[T]]
+    ) -> T:
+        left = list(engines[: self._services.config.max_attempts])
+        while True:
+            engine = left.pop(0)
+            began_s = self._services.clock()
+            try:
+                result = await attempt(engine)
+            except LegFailed as failure:
+                retried = bool(left) and not failure.consumed
+                note_failure(self._services, self._call.request, engine, failure, retried)
+                if not retried:
+                    raise
+            else:
+                self._services.pool.answered(engine.name)
+                return result
+            finally:
+                self.engine_s += self._services.clock() - began_s
+
+    async def _prefill(self, engine: EngineView) -> EngineView:
+        """Run the prefill leg and return its engine."""
+        began_s = self._services.clock()
+        hints = self._hints(
+            "prefill",
+            source=self._plan.source,
+            # While returns are on, decode keeps the session: it has the answer as well.
+            retain_s=0.0 if self._call.return_enabled else self._retain_s,
+            handover=True,
+        )
+        async with await self._post(engine, "p", prefill_body(self._call.body, hints)) as leg:
+            first = await self._checked(engine, leg)
+            body = await leg.rest(first, self._services.config.max_answer_bytes)
+        collector = ChatEnding(num_choices=1)
+        collector.add(body)
+        if (problem := collector.ending().problem) is not None:
+            raise LegFailed(
+                engine.name, "bad_answer", f"failed to prefill: {problem}", consumed=True
+            )
+        self.prefill_s = self._services.clock() - began_s
+        return engine
+
+    async def _serve(self, engine: EngineView, kind: str, source: str | None) -> Opened:
+        """Run the serving leg up to the first byte of its answer."""
+        hints = self._hints(kind, source=source, retain_s=self._retain_s)
+        leg = await self._post(engine, kind[0], serving_body(self._call.body, hints))
+        try:
+            first = await self._checked(engine, leg)
+        except asyncio.CancelledError:
+            abandon(self._services, leg)
+            raise
+        except BaseException:
+            leg.close()
+            raise
+        return Opened(engine=engine, leg=leg, first=first)
+
+    @property
+    def _retain_s(self) -> float:
+        tags = self._call.tags
+        if tags.retain_s is None:
+            return self._services.config.retain_default_s
+        return tags.retain_s
+
+    def _hints(
+        self, kind: str, *, source: str | None, retain_s: float, handover: bool = False
+    ) -> EngineHints:
+        tags = self._call.tags
+        return EngineHints(
+            session=tags.session_id,
+            parent=tags.parent_id,
+            retain_s=retain_s,
+            priority=tags.priority,
+            source=source,
+            handover=handover,
+            call=kind,
+            request=self._call.request,
+            final=tags.final,
+            compaction=tags.cause is Cause.COMPACTION,
+        )
+
+    async def _post(self, engine: EngineView, kind: str, body: bytes) -> EngineAnswer:
+        self._num_attempts += 1
+        headers = leg_headers(
+            self._call.headers,
+            session=self._call.tags.session_id,
+            # An id that a client can choose, or that two attempts share, would let one
+            # request end another: vLLM keys its state by it.
+            request_id=f"{self._call.request}-{kind}{self._num_attempts}",
+            engine_key=self._services.engine_key,
+        )
+        config = self._services.pool.config_of(engine.name)
+        request = self._services.upstream.post(config, self._call.path, body, headers)
+        if self._services.config.on_disconnect == "cancel":
+            return await request
+        task = asyncio.ensure_future(request)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._services.background.spawn(self._drain_task(task), "drain a leg")
+            raise
+
+    async def _drain_task(self, task: asyncio.Future[EngineAnswer]) -> None:
+        try:
+            async with asyncio.timeout(self._services.config.disconnect_drain_s):
+                leg = await task
+        except (TimeoutError, LegFailed):
+            return
+        await _drain(leg, self._services.config.disconnect_drain_s)
+
+    async def _checked(self, engine: EngineView, leg: EngineAnswer) -> bytes:
+        """Return the first bytes of an answer with status 200."""
+        first = await leg.first_chunk()
+        if leg.status == 200 and first:
+            return first
+        if leg.status < 400:
+            problem = "answered with nothing" if leg.status == 200 else f"answered {leg.status}"
+            raise LegFailed(engine.name, "bad_answer", problem, consumed=True)
+        body = await leg.rest(first, self._services.config.max_answer_bytes) if first else b""
+        refusal = EngineRefused(engine.name, leg.status, leg.headers(ANSWER_HEADERS), body)
+        if leg.status == 503:
+            raise LegFailed(
+                engine.name, "unavailable", "is overloaded", consumed=False, refusal=refusal
+            )
+        # Any other status shows an engine that works: nothing for the circuit breaker.
+        self._services.pool.answered(engine.name)
+        raise refusal
+
+
+def note_failure(
+    services: Services, request: str, engine: EngineView, failure: LegFailed, retried: bool
+) -> None:
+    """Tell pool and listeners of a leg that failed."""
+    if failure.engine_at_fault:
+        services.pool.failed(engine.name, failure.kind)
+    services.events.emit(
+        LegFailure(
+            request=request,
+            engine=engine.name,
+            side=engine.side.value,
+            kind=failure.kind,
+            retried=retried,
+        )
+    )
+
+
+def abandon(services: Services, leg: EngineAnswer) -> None:
+    """Give up an answer whose client has left: cut it off, or drain it, by configuration.
+
+    Cutting it off frees the engine at once. Draining is for engines that do not survive
+    aborts: the answer is read to its end, within a bound.
+    """
+    if services.config.on_disconnect == "cancel":
+        leg.close()
+    else:
+        services.background.spawn(_drain(leg, services.config.disconnect_drain_s), "drain a leg")
+
+
+async def _drain(leg: EngineAnswer, limit_s: float) -> None:
+    async with leg:
+        try:
+            async with asyncio.timeout(limit_s):
+                while await leg.chunk():
+                    pass
+        except (TimeoutError, LegFailed):
+            return

@@ -1,0 +1,107 @@
+"""What of an engine's stream passes to the client, and when. Pure.
+
+Events pass whole, with the bytes that the engine sent, except for three things:
+
+* transfer parameters name engines and blocks: they are cut out of the chunk that carries
+  them;
+* ``[DONE]`` after an answer that did not end well would make it look like one: it is held
+  back, and :attr:`ChatStream.ending` says why;
+* an event that is not complete when the stream breaks: half a chunk cannot be parsed, and
+  would swallow the terminal error event that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from turncache.protocol import STRIPPED_BODY_MEMBERS
+from turncache_server.router.body import drop_members
+from turncache_server.router.ending import DONE, ChatEnding, Ending, SseEvent, SseSplitter
+
+_MARKS: Final = tuple(name.encode() for name in STRIPPED_BODY_MEMBERS)
+
+
+class ChatStream:
+    """One chat completion stream on its way to the client.
+
+    Args:
+        collector: takes every chunk's data.
+        completed: called once when the answer is known to have ended well, before the bytes
+            that end it are returned.
+    """
+
+    def __init__(self, collector: ChatEnding, completed: Callable[[], None] = lambda: None) -> None:
+        self._collector = collector
+        self._completed = completed
+        self._splitter = SseSplitter()
+        self._held_back = False
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the engine has ended a complete answer with ``[DONE]``."""
+        return self._done
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of the event that has begun and not ended."""
+        return self._splitter.pending_bytes
+
+    @property
+    def ending(self) -> Ending:
+        """How the call ends with what has been seen."""
+        return self._collector.ending()
+
+    @property
+    def client_knows(self) -> bool:
+        """Whether the engine has told the client of the failure in an event of its own."""
+        return self._collector.engine_reported_error
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Return what may be sent after ``chunk`` has arrived."""
+        return b"".join(self._passed(event) for event in self._splitter.feed(chunk))
+
+    def close(self) -> bytes:
+        """Return what may be sent once the engine has ended the stream in order.
+
+        A last event without its blank line is sent when the call is complete with it.
+        """
+        rest = b"".join(self._passed(event) for event in self._splitter.close())
+        if self.ending.problem is not None:
+            return b""
+        if not self._done:
+            self._completed()
+        return rest
+
+    def _passed(self, event: SseEvent) -> bytes:
+        if self._held_back:
+            return b""
+        if event.data is None:
+            return event.raw
+        if event.data == DONE:
+            return self._passed_done(event)
+        self._collector.add(event.data)
+        return _cleaned(event) if any(mark in event.data for mark in _MARKS) else event.raw
+
+    def _passed_done(self, event: SseEvent) -> bytes:
+        if self.ending.problem is None:
+            if not self._done:
+                self._done = True
+                self._completed()
+            return event.raw
+        # The engine's own error event has been passed on: the end that follows it is true.
+        self._held_back = not self.client_knows
+        return b"" if self._held_back else event.raw
+
+
+def _cleaned(event: SseEvent) -> bytes:
+    """Return an event's bytes without transfer parameters."""
+    data = event.data or b""
+    kept = drop_members(data, STRIPPED_BODY_MEMBERS)
+    if kept is data:
+        return event.raw
+    if data in event.raw:
+        return event.raw.replace(data, kept, 1)
+    # The data spans several lines, as no engine writes it.
+    return b"data: " + kept + b"\n\n"

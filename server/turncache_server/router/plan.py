@@ -1,0 +1,192 @@
+"""The plan of a call: (request, hints, snapshot of the pool) to engines, with a reason. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from turncache.protocol import Plan, Reason
+from turncache_server.router.chat import ChatRequest
+from turncache_server.router.errors import SERVER_ERROR, ApiError, invalid
+from turncache_server.router.place import rank
+
+
+class Side(enum.StrEnum):
+    """What an engine does."""
+
+    SINGLE = "single"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """One engine, as it is at the moment of planning.
+
+    Attributes:
+        name: name in the router's configuration.
+        engine_id: name by which other engines may pull from it.
+        live: its last health check succeeded and its circuit is closed.
+        models: context length in tokens (None when the engine does not say) by served
+            model name; empty before the engine has been reached.
+    """
+
+    name: str
+    engine_id: str
+    side: Side
+    live: bool = True
+    models: Mapping[str, int | None] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The pool and the switches at one moment."""
+
+    engines: tuple[EngineView, ...]
+    return_enabled: bool = True
+
+    def of_side(self, side: Side) -> tuple[EngineView, ...]:
+        """Return the engines of one side, live or not."""
+        return tuple(engine for engine in self.engines if engine.side is side)
+
+    @property
+    def needed_sides(self) -> tuple[Side, ...]:
+        """Sides without which no call can be served."""
+        configured = {engine.side for engine in self.engines}
+        return tuple(side for side in Side if side in configured)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanHints:
+    """What is known about a call's session.
+
+    Attributes:
+        root: namespaced id that the session is placed by.
+        served_by: name of the engine that generated the session's last answer.
+    """
+
+    root: str
+    served_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPlan:
+    """How a call is served.
+
+    Attributes:
+        label: ``single``, ``return`` or ``cold``.
+        reason: why nothing is returned, ``ok`` when that is not the plan's doing.
+        prefill: engines for the prefill leg, best first; empty when one engine serves the
+            call alone.
+        serve: engines that answer the client, best first, never empty.
+        source: engine id that prefill is to pull from, None without a return.
+    """
+
+    label: Plan
+    reason: Reason
+    prefill: tuple[EngineView, ...]
+    serve: tuple[EngineView, ...]
+    source: str | None = None
+
+
+def make_plan(request: ChatRequest, hints: PlanHints, snapshot: Snapshot) -> CallPlan:
+    """Decide how a call is served.
+
+    Raises:
+        ApiError: 503, when no engine of a needed side serves the model at present.
+    """
+    if Side.SINGLE in snapshot.needed_sides:
+        serve = _candidates(request, hints, snapshot, Side.SINGLE)
+        return CallPlan(label=Plan.SINGLE, reason=Reason.OK, prefill=(), serve=serve)
+    decode = _candidates(request, hints, snapshot, Side.DECODE)
+    if request.one_engine is not None:
+        return CallPlan(label=Plan.COLD, reason=Reason.UNSUPPORTED, prefill=(), serve=decode)
+    prefill = _candidates(request, hints, snapshot, Side.PREFILL)
+    reason, source = _source(request, hints, snapshot, decode[0])
+    return CallPlan(
+        label=Plan.COLD if source is None else Plan.RETURN,
+        reason=reason,
+        prefill=prefill,
+        serve=decode,
+        source=source,
+    )
+
+
+def check_model(request: ChatRequest, snapshot: Snapshot) -> None:
+    """Refuse a model that no engine serves, and an answer that no context can hold.
+
+    An engine would refuse both, but the decode engine only after prefill has computed the
+    whole prompt.
+
+    Raises:
+        ApiError: 404 ``model_not_found``, or 400.
+    """
+    if request.model is None:
+        return
+    lengths = [
+        engine.models[request.model]
+        for engine in snapshot.engines
+        if request.model in engine.models
+    ]
+    if not lengths and any(engine.models for engine in snapshot.engines):
+        raise ApiError(
+            404,
+            f"The model {request.model[:200]!r} does not exist here; GET /v1/models lists "
+            "the models that do.",
+            param="model",
+            code="model_not_found",
+        )
+    known = [length for length in lengths if length is not None]
+    if known and request.max_tokens is not None and request.max_tokens > max(known):
+        raise invalid(
+            f"max_tokens: {request.max_tokens} is more than the model's context of "
+            f"{max(known)} tokens.",
+            param="max_tokens",
+        )
+
+
+def _candidates(
+    request: ChatRequest, hints: PlanHints, snapshot: Snapshot, side: Side
+) -> tuple[EngineView, ...]:
+    """Rank the engines of a side: the live ones, or all of them when none is.
+
+    A health check may be late in both directions. Trying a dead engine costs a refused
+    connection; refusing the call costs the call.
+    """
+    able = [
+        engine
+        for engine in snapshot.of_side(side)
+        if request.model is None or not engine.models or request.model in engine.models
+    ]
+    if not able:
+        raise ApiError(
+            503,
+            f"No {side.value} engine serves the model {(request.model or '')[:200]!r} at "
+            "present. Try again.",
+            kind=SERVER_ERROR,
+            code="no_engine",
+        )
+    return _ranked(hints.root, [engine for engine in able if engine.live] or able)
+
+
+def _ranked(root: str, engines: Iterable[EngineView]) -> tuple[EngineView, ...]:
+    by_name = {engine.name: engine for engine in engines}
+    return tuple(by_name[name] for name in rank(root, by_name))
+
+
+def _source(
+    request: ChatRequest, hints: PlanHints, snapshot: Snapshot, placed: EngineView
+) -> tuple[Reason, str | None]:
+    """Choose the decode engine to pull from: (reason, engine id or None)."""
+    if not snapshot.return_enabled:
+        return Reason.DISABLED, None
+    if hints.served_by is None and not request.has_answers:
+        return Reason.NEW_SESSION, None
+    last = {engine.name: engine for engine in snapshot.of_side(Side.DECODE)}.get(
+        hints.served_by or placed.name
+    )
+    if last is None or not last.live:
+        return Reason.SOURCE_GONE, None
+    return Reason.OK, last.engine_id

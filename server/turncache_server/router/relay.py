@@ -1,0 +1,146 @@
+"""Relaying an answer that has begun: engine to client, bytes as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from aiohttp import web
+
+from turncache.protocol import STRIPPED_BODY_MEMBERS
+from turncache_server.router.body import drop_members
+from turncache_server.router.config import RouterConfig
+from turncache_server.router.ending import ChatEnding, Ending
+from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed
+from turncache_server.router.opening import Opened
+from turncache_server.router.passing import ChatStream
+from turncache_server.router.stream import ClientAnswer
+
+#: A proxy that collects a stream before passing it on would hide every token until the last.
+_STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relayed:
+    """How relaying ended.
+
+    Attributes:
+        response: the answer, which has been sent.
+        code: its HTTP status.
+        problem: kind of failure, None when the call ended well.
+        ending: how the call ended, None when its answer could not be read.
+        failure: what broke the engine's answer.
+    """
+
+    response: web.StreamResponse
+    code: int
+    problem: str | None = None
+    ending: Ending | None = None
+    failure: LegFailed | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relay:
+    """One answer on its way.
+
+    Attributes:
+        answer: the answer to the client.
+        opened: the engine's answer.
+        headers: headers for the client.
+        collector: takes the answer's chunks.
+        config: the router's settings.
+        completed: called once when the answer is known to have ended well, before its last
+            bytes go out.
+    """
+
+    answer: ClientAnswer
+    opened: Opened
+    headers: Mapping[str, str]
+    collector: ChatEnding
+    config: RouterConfig
+    completed: Callable[[], None]
+
+    async def stream(self) -> Relayed:
+        """Relay server-sent events; a failure becomes the stream's terminal event.
+
+        Raises:
+            ClientGone: the client has left.
+        """
+        if not self.answer.started:
+            await self.answer.start(200, {**self.headers, **_STREAM_HEADERS})
+        stream = ChatStream(self.collector, self.completed)
+        failure: LegFailed | None = None
+        try:
+            await self._pass_on(stream)
+        except LegFailed as error:
+            # After [DONE] the client has everything, however the connection ends.
+            failure = None if stream.done else error
+        ending = stream.ending
+        if failure is None and ending.problem is None:
+            return Relayed(response=await self.answer.end(), code=200, ending=ending)
+        if stream.client_knows:
+            response = await self.answer.end()
+        else:
+            response = await self.answer.fail(self._error(ending, failure))
+        return Relayed(
+            response=response,
+            code=200,
+            problem="incomplete" if failure is None else failure.kind,
+            ending=ending,
+            failure=failure,
+        )
+
+    async def whole(self) -> Relayed:
+        """Relay an answer in one piece; one that did not end well becomes a 502.
+
+        Raises:
+            ClientGone: the client has left.
+        """
+        try:
+            body = await self.opened.leg.rest(self.opened.first, self.config.max_answer_bytes)
+        except LegFailed as failure:
+            error = failure.to_api_error(self.config.retry_after_s)
+            response = await self.answer.fail(error)
+            return Relayed(
+                response=response, code=error.status, problem=failure.kind, failure=failure
+            )
+        self.collector.add(body)
+        ending = self.collector.ending()
+        if ending.problem is not None:
+            error = self._error(ending, None)
+            response = await self.answer.fail(error)
+            return Relayed(
+                response=response, code=error.status, problem="incomplete", ending=ending
+            )
+        self.completed()
+        response = await self.answer.whole(
+            200, self.headers, drop_members(body, STRIPPED_BODY_MEMBERS)
+        )
+        return Relayed(response=response, code=200, ending=ending)
+
+    async def _pass_on(self, stream: ChatStream) -> None:
+        chunk = self.opened.first
+        while chunk:
+            await self.answer.write(stream.feed(chunk))
+            if stream.pending_bytes > self.config.max_event_bytes:
+                raise LegFailed(
+                    self.opened.engine.name,
+                    "bad_answer",
+                    f"sent an event of more than {self.config.max_event_bytes} bytes",
+                    consumed=True,
+                )
+            chunk = await self.opened.leg.chunk()
+        await self.answer.write(stream.close())
+
+    def _error(self, ending: Ending, failure: LegFailed | None) -> ApiError:
+        if failure is not None:
+            return failure.to_api_error(self.config.retry_after_s)
+        return ApiError(
+            502,
+            f"The answer is incomplete: {ending.problem}. Nothing of the session is lost; try "
+            "again.",
+            kind=SERVER_ERROR,
+            code="engine_incomplete",
+            retry_after_s=self.config.retry_after_s,
+        )

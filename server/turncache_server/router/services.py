@@ -1,0 +1,52 @@
+"""What every call uses, wired once in ``app``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from turncache_server.router.background import Background
+from turncache_server.router.config import RouterConfig
+from turncache_server.router.events import Events
+from turncache_server.router.outcomes import AsksControl
+from turncache_server.router.pool import Pool
+from turncache_server.router.records import CallRecords
+from turncache_server.router.sessions import SessionTable
+from turncache_server.router.upstream import Upstream
+
+
+@dataclass(slots=True)
+class Switches:
+    """What can be changed while the router runs.
+
+    Attributes:
+        return_enabled: prefill is told to pull from decode.
+        draining: the router is shutting down.
+    """
+
+    return_enabled: bool
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """The parts that a call meets.
+
+    Attributes:
+        clock: monotonic seconds.
+        new_id: makes a call's id: unique, and not guessable, because it opens the record.
+        engine_key: the router's own key for engines, None to pass the client's on.
+    """
+
+    config: RouterConfig
+    switches: Switches
+    pool: Pool
+    upstream: Upstream
+    control: AsksControl
+    sessions: SessionTable
+    records: CallRecords
+    events: Events
+    background: Background
+    clock: Callable[[], float]
+    new_id: Callable[[], str]
+    engine_key: str | None

@@ -1,0 +1,81 @@
+"""The session table: which engine served a session last, and its root.
+
+Owner of that state. Bounded, least recently used first; an entry that is lost costs a
+recompute, never a wrong answer, because engines verify by content what they pull. An entry
+is written only after a call has ended well: a session is never pinned to an engine that
+failed it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+
+def namespaced(session_id: str, *, tenant: str | None = None) -> str:
+    """Return the session id that engines see: 1 to 256 visible ASCII characters.
+
+    Without tenants it is the client's own. With one it is a digest of both, so that equal
+    ids of two tenants are two sessions and an engine's log names neither.
+    """
+    if tenant is None:
+        return session_id
+    text = f"{len(tenant)}:{tenant}{session_id}".encode()
+    return "t-" + hashlib.blake2b(text, digest_size=20).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEntry:
+    """What is known about a session.
+
+    Attributes:
+        served_by: name of the engine that generated the session's last answer.
+        root: namespaced id of the first session of its tree: the key for placing.
+    """
+
+    served_by: str
+    root: str
+
+
+class SessionTable:
+    """Bounded table from namespaced session id to :class:`SessionEntry`."""
+
+    def __init__(self, max_sessions: int) -> None:
+        self._max_sessions = max_sessions
+        self._entries: OrderedDict[str, SessionEntry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, session: str) -> SessionEntry | None:
+        """Return a session's entry and mark it as used."""
+        entry = self._entries.get(session)
+        if entry is not None:
+            self._entries.move_to_end(session)
+        return entry
+
+    def root_of(self, session: str, parent: str | None) -> str:
+        """Return the root that a session is placed by.
+
+        A session that is known keeps its root: a parent that appears or disappears from one
+        call to the next must not move it. An unknown parent is taken as a root itself.
+        """
+        entry = self._entries.get(session)
+        if entry is not None:
+            return entry.root
+        if parent is None:
+            return session
+        above = self._entries.get(parent)
+        return above.root if above is not None else parent
+
+    def advance(self, session: str, *, served_by: str, root: str) -> None:
+        """Record that a call of the session has ended well on an engine."""
+        self._entries[session] = SessionEntry(served_by=served_by, root=root)
+        self._entries.move_to_end(session)
+        while len(self._entries) > self._max_sessions:
+            self._entries.popitem(last=False)
+
+    def forget(self, session: str) -> None:
+        """Drop a session that has ended."""
+        self._entries.pop(session, None)

@@ -1,0 +1,143 @@
+"""The answer to the client: one object that knows whether its headers are out.
+
+Before the first byte an error is an HTTP status with a JSON body; after it, the terminal
+event of the stream. Whoever fails a call need not know which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from turncache_server.router.errors import ApiError
+
+_PING = b": ping\n\n"
+
+
+class ClientGone(Exception):
+    """Raised when the client has closed its connection."""
+
+
+class ClientAnswer:
+    """The answer to one request.
+
+    Args:
+        request: the request.
+        headers: sent with every answer to it.
+    """
+
+    def __init__(self, request: web.BaseRequest, headers: Mapping[str, str]) -> None:
+        self._request = request
+        self._headers = dict(headers)
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether the headers are out."""
+        return self._response is not None
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the headers of a stream.
+
+        Raises:
+            ClientGone: the client has left.
+        """
+        self._response = web.StreamResponse(status=status, headers={**self._headers, **headers})
+        try:
+            await self._response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def write(self, data: bytes) -> None:
+        """Send a part of a stream, at the pace that the client reads it.
+
+        Raises:
+            ClientGone: the client has left.
+        """
+        if not data:
+            return
+        assert self._response is not None
+        try:
+            await self._response.write(data)
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def end(self) -> web.StreamResponse:
+        """End a stream."""
+        assert self._response is not None
+        try:
+            await self._response.write_eof()
+        except ConnectionError as error:
+            raise ClientGone from error
+        return self._response
+
+    async def whole(
+        self, status: int, headers: Mapping[str, str], body: bytes
+    ) -> web.StreamResponse:
+        """Send an answer in one piece.
+
+        Raises:
+            ClientGone: the client has left.
+        """
+        response = web.Response(status=status, headers={**self._headers, **headers}, body=body)
+        self._response = response
+        try:
+            await response.prepare(self._request)
+            await response.write_eof()
+        except ConnectionError as error:
+            raise ClientGone from error
+        return response
+
+    async def fail(self, error: ApiError) -> web.StreamResponse:
+        """Send an error, in the form that fits what has been sent already.
+
+        Raises:
+            ClientGone: the client has left.
+        """
+        if self.started:
+            await self.write(error.to_event())
+            return await self.end()
+        headers = {"content-type": "application/json"}
+        if error.retry_after_s is not None:
+            headers["retry-after"] = f"{error.retry_after_s:g}"
+        return await self.whole(error.status, headers, error.to_json())
+
+    @asynccontextmanager
+    async def pinged(self, ping_s: float) -> AsyncIterator[None]:
+        """Keep the connection alive with comments while the first byte is awaited.
+
+        Balancers cut connections that are silent for a minute. The first ping sends the
+        headers, without an outcome, which is not known then. Comments are no events: no
+        client sees them, and no first token is counted.
+
+        Args:
+            ping_s: seconds of silence before each ping, 0 for none.
+        """
+        if ping_s <= 0:
+            yield
+            return
+        stop = asyncio.Event()
+        pings = asyncio.create_task(self._ping(ping_s, stop))
+        try:
+            yield
+        finally:
+            # Not cancelled: a half-sent header cannot be taken back.
+            stop.set()
+            await asyncio.gather(pings, return_exceptions=True)
+
+    async def _ping(self, ping_s: float, stop: asyncio.Event) -> None:
+        while not await _is_set(stop, ping_s):
+            if not self.started:
+                await self.start(200, {"content-type": "text/event-stream; charset=utf-8"})
+            await self.write(_PING)
+
+
+async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    except TimeoutError:
+        return False
