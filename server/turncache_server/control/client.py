@@ -38,12 +38,19 @@ def _matching(data: bytes, number: int, kind: type[R], address: str) -> R | None
 
 
 class ControlClient:
-    """Blocking client, safe to use from many threads: each has a socket of its own."""
+    """Blocking client, safe to use from many threads: each has a socket of its own.
+
+    Meant for threads that live as long as the client: the sockets of a thread that has
+    ended stay open until :meth:`close`.
+    """
 
     def __init__(self) -> None:
         self._context = zmq.Context()
         self._local = threading.local()
         self._numbers = itertools.count(1)
+        # Keeps the sockets of ended threads from being closed by the garbage collector,
+        # on whatever thread that runs.
+        self._open: set[zmq.Socket[bytes]] = set()
 
     def ask(self, address: str, request: Request, kind: type[R], *, timeout_s: float) -> R:
         """Ask and wait for the answer.
@@ -51,10 +58,10 @@ class ControlClient:
         Raises:
             EngineFault: no answer in time, a refusal, or an answer of another kind.
         """
-        socket = self._socket(address)
         number = next(self._numbers)
         deadline = time.monotonic() + timeout_s
         try:
+            socket = self._socket(address)
             socket.send(encode(number, request), flags=zmq.NOBLOCK)
             while (left_s := deadline - time.monotonic()) > 0:
                 if not socket.poll(max(1, int(left_s * 1000))):
@@ -69,8 +76,9 @@ class ControlClient:
         raise EngineFault(address, f"no answer on the control socket within {timeout_s:g} s")
 
     def close(self) -> None:
-        """Close every socket."""
+        """Close every socket; no question may be in flight."""
         self._context.destroy(linger=0)
+        self._open.clear()
 
     def _socket(self, address: str) -> zmq.Socket[bytes]:
         sockets: dict[str, zmq.Socket[bytes]] | None = getattr(self._local, "sockets", None)
@@ -78,6 +86,7 @@ class ControlClient:
             sockets = self._local.sockets = {}
         if address not in sockets:
             socket = self._context.socket(zmq.DEALER)
+            self._open.add(socket)
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(address)
             sockets[address] = socket
@@ -87,6 +96,7 @@ class ControlClient:
         socket = self._local.sockets.pop(address, None)
         if socket is not None:
             socket.close(linger=0)
+            self._open.discard(socket)
 
 
 class AsyncControlClient:
@@ -112,17 +122,15 @@ class AsyncControlClient:
         try:
             async with asyncio.timeout(timeout_s):
                 await peer.socket.send(encode(number, request))
-                data = await future
+                reply = _matching(await future, number, kind, address)
         except TimeoutError as error:
             raise EngineFault(
                 address, f"no answer on the control socket within {timeout_s:g} s"
             ) from error
+        except (zmq.ZMQError, ProtocolError) as error:
+            raise EngineFault(address, f"control request failed: {error}") from error
         finally:
             peer.waiting.pop(number, None)
-        try:
-            reply = _matching(data, number, kind, address)
-        except ProtocolError as error:
-            raise EngineFault(address, f"control request failed: {error}") from error
         if reply is None:
             raise EngineFault(address, "the answer carries another number")
         return reply
@@ -152,8 +160,14 @@ class _Peer:
             data = await self.socket.recv()
             try:
                 number, _ = open_envelope(data)
-            except ProtocolError:
-                continue  # nothing waits for it: the question ends by its deadline
+            except ProtocolError as error:
+                # Whose answer it is cannot be read, but nobody will get one from a peer
+                # that speaks another version: better the reason now than silence until
+                # the deadline.
+                for unanswered in self.waiting.values():
+                    if not unanswered.done():
+                        unanswered.set_exception(error)
+                continue
             future = self.waiting.get(number)
             if future is not None and not future.done():
                 future.set_result(data)

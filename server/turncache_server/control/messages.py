@@ -198,8 +198,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(number: int, body: Request | Reply) -> bytes:
-    """Encode one message; ``number`` pairs an answer with its question."""
-    return _encoder.encode({"v": CONTROL_VERSION, "id": number, "body": body})
+    """Encode one message; ``number`` pairs an answer with its question.
+
+    Raises:
+        ProtocolError: field ``too_large``; a socket would drop the connection instead.
+    """
+    data = _encoder.encode({"v": CONTROL_VERSION, "id": number, "body": body})
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError("too_large", f"{len(data)} bytes; at most {MAX_MESSAGE_BYTES}")
+    return data
 
 
 def open_envelope(data: bytes) -> tuple[int, bytes]:
@@ -219,6 +226,19 @@ def open_envelope(data: bytes) -> tuple[int, bytes]:
             "version", f"control version {envelope.v}; this side speaks {CONTROL_VERSION}"
         )
     return envelope.id, bytes(envelope.body)
+
+
+def question_number(data: bytes) -> int:
+    """Return the number of a message that :func:`open_envelope` refused, 0 when unreadable.
+
+    A refusal that carries another number would be taken for a late answer and dropped.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        return 0
+    try:
+        return _envelopes.decode(data).id
+    except msgspec.DecodeError:
+        return 0
 
 
 def decode_request(body: bytes) -> Request:

@@ -25,6 +25,7 @@ from turncache_server.control.messages import (
     decode_request,
     encode,
     open_envelope,
+    question_number,
 )
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,8 @@ class ControlServer:
             return encode(number, self._handler(decode_request(body)))
         except ProtocolError as error:
             self.dropped[error.field] += 1
-            return encode(number, Refusal(code=error.field, why=str(error)))
+            refusal = Refusal(code=error.field, why=str(error))
+            return encode(number or question_number(data), refusal)
         except Exception as error:
             # One bad question must not end the thread that every peer depends on.
             logger.exception("control request failed")
