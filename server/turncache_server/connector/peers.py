@@ -69,7 +69,7 @@ class PeerBook:
     Args:
         peers: engine name to control address.
         fingerprint: of this engine.
-        pull_timeout_s: longest time for one peek or verify.
+        ask_timeout_s: longest time for one peek or verify.
     """
 
     def __init__(
@@ -92,12 +92,14 @@ class PeerBook:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop asking; questions in flight end by their deadline."""
+        """Stop asking, and wait for the questions in flight: each ends by its deadline."""
         self._stop = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=HELLO_TIMEOUT_S * 2)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+            self._thread.join()
+        # The sockets belong to these threads: closing them under a thread that polls
+        # aborts the process.
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self._client.close()
 
     def get(self, name: str) -> Peer | None:
@@ -135,7 +137,8 @@ class PeerBook:
     def _run(self) -> None:
         while not self._stop:
             for record in list(self._records.values()):
-                self._records[record.name] = self._greet(record)
+                if not self._stop:
+                    self._records[record.name] = self._greet(record)
             seen = all(r.state is PeerState.COMPATIBLE for r in self._records.values())
             self._wake.wait(_HELLO_EVERY_S if seen else _FIRST_HELLO_EVERY_S)
             self._wake.clear()

@@ -20,14 +20,14 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from turncache.errors import EngineFault
 from turncache.protocol import Reason
 from turncache_server.connector.peers import Peer, PeerBook, PeerState
-from turncache_server.control.messages import PeekReply, Verify, VerifyReply
+from turncache_server.control.messages import MAX_HASHES, PeekReply, Verify, VerifyReply
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,9 @@ PEEK_AGE_S: Final = 1.0
 MAX_ATTEMPTS: Final = 2
 #: After a deadline passed or a peer vanished, nothing is asked of it for this long.
 PEER_REST_S: Final = 2.0
+#: Longest wait for a peek from the first look. Each question has its own deadline, but
+#: behind many others it may be asked late.
+PEEK_WAIT_S: Final = 1.0
 
 
 class PullState(enum.Enum):
@@ -181,7 +184,7 @@ class PullBook:
             request_id=request_id,
             session=session,
             peer=peer,
-            hashes=hashes,
+            hashes=hashes[:MAX_HASHES],
             state=PullState.PEEKING,
         )
         self._ask(pull, now_s)
@@ -208,7 +211,12 @@ class PullBook:
                 self._ask(pull, now_s)
         if pull.state is PullState.PEEKING:
             if pull.peek is not None and not pull.peek.done():
-                return None
+                # Behind a peer that has just failed others nobody waits any longer.
+                if now_s - pull.first_look_s < PEEK_WAIT_S and not self._rests(pull.peer, now_s):
+                    return None
+                self._cancel_peek(pull)
+                self._refuse(pull, Reason.TIMEOUT)
+                return 0
             self._take_answer(pull, now_s)
         if pull.state is not PullState.OFFERED or pull.answer is None:
             return 0
@@ -228,45 +236,58 @@ class PullBook:
         external_tokens: int,
         block_map: Any,
         now_s: float,
-    ) -> bool:
+    ) -> None:
         """Take a request over: the scheduler has allocated blocks for what we offered.
 
-        Returns:
-            Whether it is ours; not when the tokens are a sibling connector's.
+        From here on the scheduler waits for the request's id. So one that cannot be read
+        for (the mode was switched while blocks were allocated) fails like a read.
         """
         pull = self._pulls.get(request.request_id)
-        if pull is None or pull.state is not PullState.OFFERED or pull.answer is None:
-            return False
-        count = external_tokens // self._block_size
-        first = pull.local_blocks
-        if first + count != len(pull.answer.block_ids) or len(blocks) < first + count:
-            return False
-        hello = pull.peer.hello
-        if hello is None:
-            return False
+        read = None
+        if pull is not None and pull.state is PullState.OFFERED:
+            read = self._begin(pull, request, blocks, external_tokens, now_s)
+        if pull is None or read is None:
+            self._to_fail.add(request.request_id)
+            return
+        pull.block_map = block_map
+        self._reads.append(read)
+
+    def _begin(
+        self,
+        pull: Pull,
+        request: Any,
+        blocks: Sequence[Any],
+        external_tokens: int,
+        now_s: float,
+    ) -> Read | None:
+        answer, hello = pull.answer, pull.peer.hello
+        count, first = external_tokens // self._block_size, pull.local_blocks
+        if (
+            answer is None
+            or hello is None
+            or first + count != len(answer.block_ids)
+            or len(blocks) < first + count
+        ):
+            return None
         pull.state = PullState.READING
         pull.reason = None
         pull.request = request
         pull.blocks = list(blocks[first : first + count])
-        pull.block_map = block_map
         started_s = now_s if pull.first_look_s is None else pull.first_look_s
-        deadline_s = self.timeout_s(len(pull.answer.block_ids)) - (now_s - started_s)
-        self._reads.append(
-            Read(
-                request_id=pull.request_id,
-                request=request,
-                local_blocks=[block.block_id for block in pull.blocks],
-                remote_blocks=pull.answer.block_ids[first : first + count],
-                num_local_hit_blocks=first,
-                engine_id=hello.engine_id,
-                host=hello.nixl_host,
-                port=hello.nixl_port,
-                tp_size=hello.tp_size,
-                num_tokens=external_tokens,
-                deadline_s=max(0.1, deadline_s),
-            )
+        deadline_s = self.timeout_s(len(answer.block_ids)) - (now_s - started_s)
+        return Read(
+            request_id=pull.request_id,
+            request=request,
+            local_blocks=[block.block_id for block in pull.blocks],
+            remote_blocks=answer.block_ids[first : first + count],
+            num_local_hit_blocks=first,
+            engine_id=hello.engine_id,
+            host=hello.nixl_host,
+            port=hello.nixl_port,
+            tp_size=hello.tp_size,
+            num_tokens=external_tokens,
+            deadline_s=max(0.1, deadline_s),
         )
-        return True
 
     def timeout_s(self, num_blocks: int) -> float:
         """Return the longest time for a pull of ``num_blocks``."""
@@ -321,7 +342,7 @@ class PullBook:
         if pull.reason is None:
             # The workers report a deadline and a transport error alike.
             pull.reason = Reason.TIMEOUT
-            self._rest_until_s[pull.peer.name] = now_s + PEER_REST_S
+            self._rest(pull.peer, now_s)
             self._peers.hurry()
         self._close(pull)
 
@@ -331,18 +352,9 @@ class PullBook:
             back.add.add(pull.request_id)
             self._close(pull)
             return
-        verify = pull.verify
-        if verify is None or not verify.done():
+        if pull.verify is not None and not pull.verify.done():
             return
-        valid = 0
-        try:
-            reply = verify.result()
-        except EngineFault as error:
-            logger.warning("turncache: verify failed, recomputing: %s", error)
-            pull.reason = Reason.SOURCE_GONE
-            self._rest_until_s[pull.peer.name] = now_s + PEER_REST_S
-        else:
-            valid = reply.valid
+        valid = self._verified(pull, now_s)
         if pull.block_map is not block_map:
             valid = 0
         if valid < len(pull.blocks) and pull.reason is None:
@@ -360,6 +372,31 @@ class PullBook:
         back.add.add(pull.request_id)
         back.loaded_blocks.extend(block.block_id for block in pull.blocks[:valid])
         self._close(pull)
+
+    def _verified(self, pull: Pull, now_s: float) -> int:
+        """Return how many of the blocks that were read the source confirms."""
+        if pull.verify is None:
+            return 0
+        try:
+            reply = pull.verify.result(timeout=0)
+        except (EngineFault, CancelledError) as error:
+            logger.warning("turncache: verify failed, recomputing: %s", error)
+            pull.reason = Reason.SOURCE_GONE
+            self._rest(pull.peer, now_s)
+            return 0
+        return max(0, min(reply.valid, len(pull.blocks)))
+
+    def fail_unverified(self, finished: Collection[str], failed: Collection[str]) -> None:
+        """Have every read that has ended recomputed, for a hook that failed itself.
+
+        Whatever was not confirmed by its source must not be computed with.
+        """
+        unverified = set(finished) - set(failed)
+        unverified |= {p.request_id for p in self._pulls.values() if p.state is PullState.VERIFYING}
+        self._to_fail |= unverified
+        for request_id in unverified:
+            if (pull := self._pulls.get(request_id)) is not None:
+                pull.state = PullState.FAILING
 
     def ended(self, request_id: str) -> Pull | None:
         """Note that a request has ended (answered or aborted).
@@ -388,7 +425,10 @@ class PullBook:
     # --- inside ----------------------------------------------------------------------------
 
     def _rests(self, peer: Peer, now_s: float) -> bool:
-        return self._rest_until_s.get(peer.name, 0.0) > now_s
+        return self._rest_until_s.get(peer.name, now_s) > now_s
+
+    def _rest(self, peer: Peer, now_s: float) -> None:
+        self._rest_until_s[peer.name] = now_s + PEER_REST_S
 
     def _ask(self, pull: Pull, now_s: float) -> None:
         self._cancel_peek(pull)
@@ -416,9 +456,18 @@ class PullBook:
             return None
         try:
             answer = pull.peek.result(timeout=0)
-        except EngineFault as error:
+        except (EngineFault, CancelledError) as error:
             logger.warning("turncache: peek failed, recomputing: %s", error)
-            self._rest_until_s[pull.peer.name] = now_s + PEER_REST_S
+            self._rest(pull.peer, now_s)
+            return None
+        if not len(answer.block_ids) == len(answer.epochs) <= len(pull.hashes):
+            logger.error(
+                "turncache: peer %s answered a peek of %d hashes with %d blocks and %d epochs",
+                pull.peer.name,
+                len(pull.hashes),
+                len(answer.block_ids),
+                len(answer.epochs),
+            )
             return None
         if (hello.start_id, hello.generation) != (answer.start_id, answer.generation):
             # Restarted or reset since its digests were compared: a new hello first.
