@@ -8,21 +8,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from turncache.client import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI
     from turncache.errors import TurncacheError
+    from turncache.instrumentation import instrument, uninstrument
     from turncache.protocol import Outcome
-    from turncache.report import outcome
-    from turncache.session import Session, current_session, session
+    from turncache.records import CallRecord
+    from turncache.report import outcome, session_of
+    from turncache.sessions import Session, current_session, opaque_id, session
 
 __all__ = [
     "AsyncAzureOpenAI",
     "AsyncOpenAI",
     "AzureOpenAI",
+    "CallRecord",
     "OpenAI",
     "Outcome",
     "Session",
     "TurncacheError",
     "current_session",
+    "instrument",
+    "opaque_id",
     "outcome",
     "session",
+    "session_of",
+    "uninstrument",
 ]
 
 # Resolved on first use: the server imports turncache.protocol and must not pay for
@@ -31,13 +38,18 @@ _HOME = {
     "AsyncAzureOpenAI": "client",
     "AsyncOpenAI": "client",
     "AzureOpenAI": "client",
+    "CallRecord": "records",
     "OpenAI": "client",
     "Outcome": "protocol",
-    "Session": "session",
+    "Session": "sessions",
     "TurncacheError": "errors",
-    "current_session": "session",
+    "current_session": "sessions",
+    "instrument": "instrumentation",
+    "opaque_id": "sessions",
     "outcome": "report",
-    "session": "session",
+    "session": "sessions",
+    "session_of": "report",
+    "uninstrument": "instrumentation",
 }
 
 

@@ -1,0 +1,171 @@
+"""One call from the client's side: what is sent with it, and what is learned from its answer.
+
+An attempt is made per logical call; the upstream client's own retries happen inside it, so
+that every try carries the same tags. Nothing here raises into the caller's code: what
+cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final, ParamSpec, TypeVar
+
+from turncache import hosts
+from turncache._lock import LOCK
+from turncache.answers import ChunkReader, Ending, read_answer
+from turncache.follow import Follower
+from turncache.protocol import CALL_HEADER, OUTCOME_HEADER, Boundary
+from turncache.records import Call
+from turncache.report import RESULTS
+from turncache.results import WeakTable
+from turncache.sessions import Session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LOG: Final = logging.getLogger("turncache")
+
+ABANDONED: Final = "abandoned"
+INCOMPLETE: Final = "incomplete"
+
+
+class Attempt:
+    """One call that is being made.
+
+    Attributes:
+        call: what becomes its record.
+        session: session that it belongs to, or None.
+        options: what upstream's ``request()`` gets instead of the caller's options.
+        asks_raw: whether the answer comes back raw because we asked for it.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_host",
+        "_line",
+        "_reader",
+        "_server_keeps",
+        "asks_raw",
+        "call",
+        "options",
+        "session",
+    )
+
+    def __init__(
+        self,
+        *,
+        call: Call,
+        session: Session | None,
+        host: tuple[str, int | None],
+        clock: Callable[[], float],
+        line: tuple[Follower[Session], int] | None = None,
+        server_keeps: bool = False,
+    ) -> None:
+        """Start a call that is about to be sent to ``host``.
+
+        Args:
+            call: what becomes its record.
+            session: session that it belongs to, or None.
+            host: name and port of the server.
+            clock: monotonic seconds.
+            line: the follower and line that placed an automatic session.
+            server_keeps: whether a later request may continue the answer by its id.
+        """
+        self.call = call
+        self.session = session
+        self.options: Any = None
+        self.asks_raw = False
+        self._host = host
+        self._clock = clock
+        self._line = line
+        self._server_keeps = server_keeps
+        self._reader: ChunkReader | None = None
+
+    def answered(self, answer: Any, *, stream: bool) -> None:
+        """Take what upstream returned: a raw response, a stream, or something else."""
+        response = getattr(answer, "http_response", None) or getattr(answer, "response", answer)
+        quietly(self._read_headers, getattr(response, "headers", None))
+        RESULTS.put(answer, (self.call, self.session))
+        if stream:
+            STREAMS.put(response, self)
+        elif self.call.ended_s is None:
+            self.call.ended_s = self._clock()
+
+    def parsed(self, result: Any) -> None:
+        """Take the parsed answer, which the caller may have asked for later."""
+        if self.call.boundary is None:
+            self._end(quietly(read_answer, result))
+
+    def finished(self, result: R) -> R:
+        """Take what the caller gets for an answer that we parsed, and return it."""
+        RESULTS.put(result, (self.call, self.session))
+        return result
+
+    def failed(self, error: BaseException) -> None:
+        """Take the error that ended the call."""
+        quietly(self._read_headers, getattr(getattr(error, "response", None), "headers", None))
+        self.call.fail(self._clock(), type(error).__name__)
+
+    def chunk(self, chunk: Any) -> None:
+        """Take one chunk of the stream."""
+        reader = self._reader
+        if reader is None:
+            reader = self._reader = ChunkReader()
+        try:
+            if reader.feed(chunk) and self.call.first_s is None:
+                self.call.first_s = self._clock()
+        except (AttributeError, TypeError):
+            # A chunk that has not the shape of its type: nothing is learned from it.
+            return
+
+    def stream_ended(self) -> None:
+        """Take that the stream was read to its end."""
+        self._end(None if self._reader is None else quietly(self._reader.ending))
+        if self.call.boundary is None and self.call.error is None:
+            self.call.error = INCOMPLETE
+
+    def stream_left(self) -> None:
+        """Take that nobody reads the stream any more; harmless after its end."""
+        if self.call.ended_s is None:
+            self.call.fail(self._clock(), ABANDONED)
+
+    def _end(self, ending: Ending | None) -> None:
+        call, session = self.call, self.session
+        call.end(self._clock(), ending or Ending())
+        if ending is None or session is None or call.ended_s is None:
+            return
+        with LOCK:
+            if ending.boundary is Boundary.TOOL:
+                session.ledger.wait_for(ending.tools, call.ended_s)
+            if ending.answer_id is None or not self._server_keeps:
+                return
+            if call.turn is not None and call.call is not None:
+                session.ledger.answered(ending.answer_id, call.turn, call.call)
+            if self._line is not None:
+                follower, key = self._line
+                follower.answered(key, ending.answer_id)
+
+    def _read_headers(self, headers: Mapping[str, str] | None) -> None:
+        if headers is None or headers.get(CALL_HEADER) is None:
+            return
+        hosts.has_answered(*self._host)
+        self.call.outcome_text = headers.get(OUTCOME_HEADER)
+
+
+#: Attempts whose stream is not at its end, by the stream's HTTP response.
+STREAMS: Final[WeakTable[Attempt]] = WeakTable()
+
+
+def quietly(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """Return what ``function`` returns, or None when a value it reads is not as expected.
+
+    Requests and answers hold whatever callers and servers put there. Reading them is a
+    side line: it must not take a good answer away from the caller.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - see the docstring
+        # The error's text may quote a message.
+        LOG.debug("could not read a call: %s", type(error).__name__)
+        return None

@@ -1,0 +1,336 @@
+"""What a request says about itself: turn, call, cause, and fingerprints of its messages.
+
+Pure but for one memo, which changes how long an answer takes and never the answer.
+Everything is a function of the request's body, so that a retry, a replay and another
+process come to the same turn, call and cause.
+
+A history is cut into *inputs*, the runs of messages between two outputs of the model.
+An input with tool results continues its turn; one with a user's message starts the next.
+Fingerprints are hashes of this process (:func:`hash`): they are compared here and never
+sent, stored or logged.
+"""
+
+from __future__ import annotations
+
+import marshal
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from turncache.protocol import Cause
+
+# One letter per message: what it is to the model.
+SYSTEM, USER, MODEL, TOOL, OTHER = "s", "u", "m", "t", "o"
+_ROLES: Final = {
+    "user": USER,
+    "assistant": MODEL,
+    "tool": TOOL,
+    "function": TOOL,
+    "system": SYSTEM,
+    "developer": SYSTEM,
+}
+_MODEL_ITEMS: Final = frozenset({"reasoning", "mcp_approval_request", "mcp_list_tools"})
+_TOOL_ITEMS: Final = frozenset({"mcp_approval_response"})
+
+# Version 2 writes values only: no references between equal objects, no interning flags.
+# Equal bodies give equal bytes at a fraction of json's cost, and nothing is ever loaded.
+_MARSHAL: Final = 2
+FINGERPRINT_BYTES: Final = 8
+_HEAD: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of a request: names in order, and a fingerprint of the definitions."""
+
+    names: tuple[str, ...] = ()
+    digest: int = 0
+
+
+NO_TOOLS: Final = Tools()
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """What one request says.
+
+    Attributes:
+        model: name of the model.
+        messages: the messages or input items, as sent.
+        kinds: one letter per message.
+        num_system: leading system messages, instructions counted as one.
+        prints: fingerprints, 8 bytes each; ``instructions`` first when there are any.
+        tools: the tools offered to the model.
+        turn: number of the turn, from 1, None when the body does not show it.
+        call: number of the call in its turn, from 1, None likewise.
+        cause: why the call is made, None likewise.
+        results: ids of the tool calls whose results this request brings.
+        previous: answer or conversation that the server keeps and this request continues.
+        instructions: the instructions of a responses request.
+    """
+
+    model: str
+    messages: Sequence[Any]
+    kinds: str
+    num_system: int
+    prints: bytes
+    tools: Tools
+    turn: int | None
+    call: int | None
+    cause: Cause | None
+    results: tuple[str, ...]
+    previous: str | None
+    instructions: str | None = None
+
+    @property
+    def system(self) -> bytes:
+        """Fingerprints of the leading system messages."""
+        return self.prints[: self.num_system * FINGERPRINT_BYTES]
+
+    @property
+    def history(self) -> bytes:
+        """Fingerprints of everything after the leading system messages."""
+        return self.prints[self.num_system * FINGERPRINT_BYTES :]
+
+    def points(self) -> Iterator[int]:
+        """Yield the lengths of history at which a call was or is made, longest first.
+
+        A call is made before each run of outputs of the model, and at the end.
+        """
+        kinds = self.kinds[len(self.kinds) - len(self.history) // FINGERPRINT_BYTES :]
+        yield len(kinds)
+        for at in range(len(kinds) - 1, 0, -1):
+            if kinds[at] == MODEL and kinds[at - 1] != MODEL:
+                yield at
+
+
+class Memo:
+    """Fingerprints of the latest histories, so that an old prefix is compared, not hashed.
+
+    Keeps references to the messages of the latest requests: at most ``max_histories``
+    of at most ``max_chars`` together. Comparing them costs a tenth of hashing them,
+    because the strings of a growing history are mostly the same objects.
+    """
+
+    def __init__(self, *, max_histories: int = 32, max_chars: int = 8_000_000) -> None:
+        """Start empty."""
+        self._max_histories = max_histories
+        self._max_chars = max_chars
+        self._histories: OrderedDict[bytes, tuple[Sequence[Any], str, bytes, int]] = OrderedDict()
+        self._chars = 0
+        self._tools: OrderedDict[tuple[str, ...], tuple[Any, Tools]] = OrderedDict()
+
+    def read(self, messages: Sequence[Any]) -> tuple[str, bytes]:
+        """Return kinds and fingerprints of ``messages``."""
+        head = _fingerprints(messages[:_HEAD])
+        if len(messages) <= _HEAD:
+            return _kinds(messages), head
+        known = self._histories.pop(head, None)
+        if known is None:
+            old, kinds, prints, chars = messages[:_HEAD], _kinds(messages[:_HEAD]), head, 0
+        else:
+            old, kinds, prints, chars = known
+            self._chars -= chars
+            if messages[: len(old)] != old:
+                old, kinds, prints, chars = messages[:_HEAD], kinds[:_HEAD], head, 0
+        new = messages[len(old) :]
+        kinds, prints = kinds + _kinds(new), prints + _fingerprints(new)
+        self._keep(head, messages[:], kinds, prints, chars + sum(map(_num_chars, new)))
+        return kinds, prints
+
+    def read_tools(self, tools: Any) -> Tools:
+        """Return names and digest of a request's tools."""
+        if not isinstance(tools, (list, tuple)) or not tools:
+            return NO_TOOLS
+        names = tuple(_tool_name(tool) for tool in tools)
+        known = self._tools.get(names)
+        if known is not None and known[0] == tools:
+            return known[1]
+        read = Tools(names, hash(_bytes_of(tools)))
+        while self._tools and len(self._tools) >= self._max_histories:
+            self._tools.popitem(last=False)
+        self._tools[names] = (tools, read)
+        return read
+
+    def _keep(
+        self, head: bytes, messages: Sequence[Any], kinds: str, prints: bytes, chars: int
+    ) -> None:
+        self._histories[head] = (messages, kinds, prints, chars)
+        self._chars += chars
+        while self._histories and (
+            len(self._histories) > self._max_histories or self._chars > self._max_chars
+        ):
+            _, (_, _, _, gone) = self._histories.popitem(last=False)
+            self._chars -= gone
+
+
+def read_call(body: Mapping[str, Any], memo: Memo) -> Reading:
+    """Read a request's body: chat completions, responses or completions."""
+    if "prompt" in body:
+        # Legacy completions show text or tokens, and no messages to tell a turn by.
+        model = str(body.get("model") or "")
+        return Reading(model, (), "", 0, b"", NO_TOOLS, None, None, None, (), None)
+    messages, instructions = _messages(body)
+    kinds, prints = memo.read(messages)
+    num_system = 0
+    while kinds[num_system : num_system + 1] == SYSTEM:
+        num_system += 1
+    if instructions is not None:
+        prints = _pack([hash(("instructions", instructions))]) + prints
+        num_system += 1
+    previous = _previous(body)
+    turn, call, cause = place_in_turn(kinds)
+    return Reading(
+        model=str(body.get("model") or ""),
+        messages=messages,
+        kinds=kinds,
+        num_system=num_system,
+        prints=prints,
+        tools=memo.read_tools(body.get("tools")),
+        # The server keeps the rest of the history: what is here shows the cause only.
+        turn=None if previous else turn,
+        call=None if previous else call,
+        cause=cause,
+        results=_results(messages, kinds) if cause is Cause.TOOL else (),
+        previous=previous,
+        instructions=instructions,
+    )
+
+
+def place_in_turn(kinds: str) -> tuple[int, int, Cause]:
+    """Return turn, call and cause of a history given as one letter per message."""
+    turn, call = 0, 1
+    inputs = kinds.split(MODEL)
+    for part in inputs:
+        if TOOL in part:
+            call += 1
+        elif USER in part:
+            turn, call = turn + 1, 1
+    # A history that ends with the model's own words asks it to go on with them: the last
+    # input is empty then, and nothing came back from a tool.
+    return max(turn, 1), call, Cause.TOOL if TOOL in inputs[-1] else Cause.USER
+
+
+def echoed_calls(reading: Reading) -> Iterator[tuple[int, str, str]]:
+    """Yield (message index, tool call id, arguments) of the outputs before the last input."""
+    end = len(reading.kinds)
+    while end and reading.kinds[end - 1] != MODEL:
+        end -= 1
+    at = end
+    while at and reading.kinds[at - 1] == MODEL:
+        at -= 1
+        message = reading.messages[at]
+        items = message.get("tool_calls") if "role" in message else [message]
+        for item in items or ():
+            call = _call_of(item)
+            if call is not None:
+                yield (at, *call)
+
+
+def _call_of(item: Any) -> tuple[str, str] | None:
+    if not isinstance(item, Mapping):
+        return None
+    inner = item.get("function") or item.get("custom") or item
+    call_id = item.get("call_id") or item.get("id")
+    arguments = inner.get("arguments", inner.get("input")) if isinstance(inner, Mapping) else None
+    if isinstance(call_id, str) and isinstance(arguments, str):
+        return call_id, arguments
+    return None
+
+
+def _messages(body: Mapping[str, Any]) -> tuple[Sequence[Any], str | None]:
+    messages = body.get("messages")
+    instructions = body.get("instructions")
+    if messages is None:
+        messages = body.get("input")
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list):
+        messages = list(messages) if isinstance(messages, tuple) else []
+    return messages, instructions if isinstance(instructions, str) else None
+
+
+def _previous(body: Mapping[str, Any]) -> str | None:
+    previous = body.get("previous_response_id") or body.get("conversation")
+    if isinstance(previous, Mapping):
+        previous = previous.get("id")
+    return previous if isinstance(previous, str) and previous else None
+
+
+def _kinds(messages: Sequence[Any]) -> str:
+    return "".join([_kind(message) for message in messages])
+
+
+def _kind(message: Any) -> str:
+    if not isinstance(message, Mapping):
+        return OTHER
+    role = message.get("role")
+    if role is not None:
+        return _ROLES.get(role, OTHER)
+    item = message.get("type")
+    if not isinstance(item, str):
+        return OTHER
+    if item.endswith("_output") or item in _TOOL_ITEMS:
+        return TOOL
+    if item.endswith("_call") or item in _MODEL_ITEMS:
+        return MODEL
+    return OTHER
+
+
+def _results(messages: Sequence[Any], kinds: str) -> tuple[str, ...]:
+    found = []
+    for at in range(len(kinds) - 1, -1, -1):
+        if kinds[at] == MODEL:
+            break
+        if kinds[at] == TOOL:
+            message = messages[at]
+            call_id = message.get("tool_call_id") or message.get("call_id")
+            if isinstance(call_id, str):
+                found.append(call_id)
+    return tuple(reversed(found))
+
+
+def _fingerprints(messages: Sequence[Any]) -> bytes:
+    return _pack([_fingerprint(message) for message in messages])
+
+
+def _pack(prints: list[int]) -> bytes:
+    return array("q", prints).tobytes()
+
+
+def _fingerprint(message: Any) -> int:
+    # A string keeps its hash: the two common shapes cost no pass over the text.
+    if type(message) is dict:
+        content = message.get("content")
+        if type(content) is str:
+            if len(message) == 2:
+                return hash((message.get("role"), content))
+            if len(message) == 3 and "tool_call_id" in message:
+                return hash((message.get("role"), content, message["tool_call_id"]))
+            rest = [item for item in message.items() if item[0] != "content"]
+            return hash((content, _bytes_of(sorted(rest))))
+        return hash(_bytes_of(sorted(message.items())))
+    return hash(_bytes_of(message))
+
+
+def _bytes_of(value: Any) -> bytes:
+    try:
+        return marshal.dumps(value, _MARSHAL)
+    except ValueError:
+        # Not plain JSON data (a model object, a date): its text stands for it.
+        return repr(value).encode("utf-8", "surrogatepass")
+
+
+def _num_chars(message: Any) -> int:
+    content = message.get("content") if isinstance(message, Mapping) else message
+    return len(content) if isinstance(content, str) else len(_bytes_of(content))
+
+
+def _tool_name(tool: Any) -> str:
+    if not isinstance(tool, Mapping):
+        return ""
+    inner = tool.get("function", tool)
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return str(name or tool.get("type") or "")

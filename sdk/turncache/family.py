@@ -1,0 +1,117 @@
+"""What a client remembers between calls: shared with its copies, kept beside the client.
+
+A *family* is a client and the copies made of it with ``copy()``, ``with_options()`` or
+``with_session()``: they follow the same conversations. A *binding* is what one client of
+a family adds. Both are kept in a weak table, so that upstream's constructor, attributes
+and copies stay what they are; a client that was copied in another way starts a family of
+its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from turncache._lock import LOCK
+from turncache.calls import Memo
+from turncache.follow import Follower
+from turncache.results import WeakTable
+from turncache.sessions import Session
+from turncache.settings import Profile, Settings, from_environment
+
+
+class Family:
+    """What a client and its copies share.
+
+    Attributes:
+        settings: the environment, as it was at the family's first call.
+        clock: monotonic seconds.
+        memo: fingerprints of the latest histories.
+        follower: conversations that are followed without a session.
+    """
+
+    def __init__(
+        self, settings: Settings, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Start without conversations."""
+        self.settings = settings
+        self.clock = clock
+        self._start()
+
+    def check_process(self) -> None:
+        """Start anew in a forked child: two processes must not share automatic sessions."""
+        if self._pid != os.getpid():
+            self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self.memo = Memo()
+        self.follower: Follower[Session] = Follower(_automatic)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What one client adds to its family.
+
+    Attributes:
+        family: shared with the client's copies.
+        session: session of every call, or None.
+        profile: instead of the environment's, or None.
+        hosts: hosts that the user named, beside the environment's.
+        defaults: headers of every call that the caller gave to the constructor, names in
+            lower case; only those that matter to us.
+    """
+
+    family: Family
+    session: Session | None = None
+    profile: Profile | None = None
+    hosts: tuple[str, ...] = ()
+    defaults: Mapping[str, Any]
+
+
+_bindings: Final[WeakTable[Binding]] = WeakTable()
+
+
+def binding_of(client: Any, relevant: frozenset[str]) -> Binding:
+    """Return the client's binding, made at its first call.
+
+    Args:
+        client: any openai client.
+        relevant: names, in lower case, of the default headers that matter.
+
+    Raises:
+        ConfigError: on a variable of the environment that cannot be used.
+    """
+    found = _bindings.get(client)
+    if found is None:
+        settings = from_environment()
+        with LOCK:
+            found = _bindings.get(client) or Binding(
+                family=Family(settings), defaults=_defaults(client, relevant)
+            )
+            _bindings.put(client, found)
+    return found
+
+
+def bind(client: Any, binding: Binding, relevant: frozenset[str], **changes: Any) -> None:
+    """Give a copy of a client the binding of its original, with ``changes``."""
+    defaults = _defaults(client, relevant)
+    _bindings.put(client, dataclasses.replace(binding, defaults=defaults, **changes))
+
+
+def _defaults(client: Any, relevant: frozenset[str]) -> dict[str, Any]:
+    headers = client.default_headers
+    return {name.lower(): value for name, value in headers.items() if name.lower() in relevant}
+
+
+def _automatic(parent: Session | None) -> Session:
+    return Session(
+        f"auto-{uuid.uuid4().hex}",
+        parent_id=None if parent is None else parent.id,
+        automatic=True,
+    )

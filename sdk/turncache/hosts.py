@@ -1,0 +1,159 @@
+"""Which servers are told about sessions.
+
+Owns the set of hosts that have answered with a ``Turncache`` header in this process.
+The decision itself is a function of that set, the host's name and the user's patterns;
+no name is ever resolved, because a look-up before each first call would cost time and
+tell a resolver where the user's model lives.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import ipaddress
+import re
+from collections.abc import Iterable
+from typing import Final
+
+#: Domains of hosted providers: nothing is sent there unless the user names the host.
+PROVIDERS: Final = (
+    "ai21.com",
+    "aliyuncs.com",
+    "amazonaws.com",
+    "anthropic.com",
+    "anyscale.com",
+    "azure.com",
+    "baseten.co",
+    "bigmodel.cn",
+    "cerebras.ai",
+    "cloudflare.com",
+    "cohere.ai",
+    "cohere.com",
+    "databricks.com",
+    "deepinfra.com",
+    "deepseek.com",
+    "fireworks.ai",
+    "github.ai",
+    "githubcopilot.com",
+    "googleapis.com",
+    "groq.com",
+    "huggingface.co",
+    "hyperbolic.xyz",
+    "lambda.ai",
+    "minimax.io",
+    "mistral.ai",
+    "moonshot.ai",
+    "moonshot.cn",
+    "nebius.com",
+    "novita.ai",
+    "nvidia.com",
+    "openai.com",
+    "openrouter.ai",
+    "perplexity.ai",
+    "replicate.com",
+    "sambanova.ai",
+    "siliconflow.cn",
+    "siliconflow.com",
+    "together.ai",
+    "together.xyz",
+    "vercel.sh",
+    "volces.com",
+    "x.ai",
+)
+
+# Names that no public resolver answers for: they lead to the user's own network.
+_PRIVATE_SUFFIXES: Final = (".localhost", ".local", ".internal", ".home.arpa")
+# Carriers' shared addresses (RFC 6598): overlay networks hand them out.
+_SHARED = ipaddress.ip_network("100.64.0.0/10")
+_PATTERN = re.compile(r"(?:\*\.)?[a-z0-9_\-.]+(?::\d{1,5})?|\[[0-9a-f:.]+\](?::\d{1,5})?|\*")
+
+MAX_ANSWERED: Final = 256
+# Insertion-ordered: the oldest leaves first. Filled by answers, read before each call.
+_answered: dict[tuple[str, int | None], None] = {}
+
+
+class Audience(enum.Enum):
+    """What a server gets: everything, nothing yet (its answers are read), or nothing."""
+
+    TOLD = "told"
+    UNKNOWN = "unknown"
+    NEVER = "never"
+
+
+def audience(host: str, port: int | None, named: Iterable[str] = ()) -> Audience:
+    """Decide what the server at ``host`` and ``port`` gets.
+
+    Hosts that the user named come first, then providers, private addresses, and hosts
+    that have answered with a ``Turncache`` header.
+    """
+    host = host.lower().rstrip(".")
+    if not host:
+        return Audience.NEVER
+    if any(_matches(pattern, host, port) for pattern in named):
+        return Audience.TOLD
+    kind = _kind(host)
+    if kind is not Audience.UNKNOWN or (host, port) not in _answered:
+        return kind
+    return Audience.TOLD
+
+
+def has_answered(host: str, port: int | None) -> None:
+    """Remember that a server answered with a ``Turncache`` header."""
+    key = (host.lower().rstrip("."), port)
+    if key not in _answered:
+        while len(_answered) >= MAX_ANSWERED:
+            _answered.pop(next(iter(_answered)), None)
+        _answered[key] = None
+
+
+def forget_answers() -> None:
+    """Forget every host that has answered with a ``Turncache`` header."""
+    _answered.clear()
+
+
+def check_pattern(pattern: str) -> str:
+    """Return ``pattern`` when it is a host, ``host:port``, ``*.domain`` or ``*``.
+
+    Raises:
+        ValueError: naming the pattern otherwise.
+    """
+    if not _PATTERN.fullmatch(pattern):
+        raise ValueError(
+            f"{pattern!r}: expected a host name or address without scheme and path, such as "
+            "llm.example.com, *.example.com, 10.0.0.7:8000 or [fd00::7]:8000"
+        )
+    return pattern
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(host: str) -> Audience:
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return _kind_of_name(host)
+    shared = address.version == 4 and address in _SHARED
+    private = address.is_loopback or address.is_private or address.is_link_local or shared
+    return Audience.TOLD if private else Audience.UNKNOWN
+
+
+def _kind_of_name(host: str) -> Audience:
+    if any(host == domain or host.endswith("." + domain) for domain in PROVIDERS):
+        return Audience.NEVER
+    # A name of one label (a compose service, a host of the local network) cannot be public.
+    if "." not in host or host.endswith(_PRIVATE_SUFFIXES):
+        return Audience.TOLD
+    return Audience.UNKNOWN
+
+
+def _matches(pattern: str, host: str, port: int | None) -> bool:
+    if pattern == "*":
+        return True
+    name, number = pattern, ""
+    if not pattern.endswith("]") and ":" in pattern:
+        name, _, number = pattern.rpartition(":")
+    if number and number != str(port):
+        return False
+    name = name.strip("[]")
+    if name.startswith("*."):
+        return host.endswith(name[1:])
+    return host.strip("[]") == name

@@ -1,0 +1,268 @@
+"""What a client does before each call: whose call it is, what is said of it, and to whom.
+
+Sync and async clients share all of it; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from turncache import scope as scopes
+from turncache import wire
+from turncache._lock import LOCK
+from turncache.advice import Adviser, Break, Finding, findings
+from turncache.attempt import Attempt, quietly
+from turncache.calls import Reading, echoed_calls, read_call
+from turncache.errors import ProtocolError
+from turncache.family import Binding, Family
+from turncache.follow import Follower
+from turncache.hosts import Audience, audience
+from turncache.ledger import Waiting
+from turncache.protocol import (
+    CALL_HEADER,
+    FINAL_HEADER,
+    SESSION_HEADER,
+    CallTags,
+    Cause,
+    check_session_id,
+    parse_dictionary,
+)
+from turncache.records import Call
+from turncache.sessions import TOOL_DURATIONS, Session, session
+from turncache.settings import Profile
+
+LOG: Final = logging.getLogger("turncache")
+
+#: Calls of a model, by path relative to the base URL; others pass through untouched.
+PATHS: Final = frozenset({"/chat/completions", "/completions", "/responses"})
+_RESPONSES: Final = "/responses"
+_ADVISER: Final = Adviser()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Whose call it is: a session's, a followed conversation's, or nobody's."""
+
+    session: Session | None = None
+    follow: bool = False
+
+
+_NOBODY: Final = Choice()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A call as it was entered into its session's ledger."""
+
+    call: Call
+    session: Session | None = None
+    tags: CallTags | None = None
+    line: tuple[Follower[Session], int] | None = None
+
+
+def begin(
+    binding: Binding, base_url: Any, cast_to: Any, options: Any, *, stream: bool
+) -> Attempt | None:
+    """Prepare a call, or return None when it passes through as upstream makes it.
+
+    Args:
+        binding: of the client that makes the call.
+        base_url: upstream's URL object of the server.
+        cast_to: type that the answer is parsed into.
+        options: upstream's ``FinalRequestOptions``.
+        stream: whether the answer is streamed.
+    """
+    if options.method.lower() != "post" or options.url.partition("?")[0] not in PATHS:
+        return None
+    settings = binding.family.settings
+    if settings.disabled or _profile(binding) is Profile.OFF:
+        return None
+    return quietly(_begin, binding, (base_url.host, base_url.port), cast_to, options, stream)
+
+
+def _begin(
+    binding: Binding, host: tuple[str, int | None], cast_to: Any, options: Any, stream: bool
+) -> Attempt | None:
+    family = binding.family
+    told = audience(*host, (*binding.hosts, *family.settings.hosts))
+    explicit = wire.explicit_headers(binding.defaults, options)
+    body = _body(options)
+    choice = choose(binding, explicit, body)
+    if choice is _NOBODY or (choice.follow and told is Audience.NEVER):
+        return None
+    # Nothing is said to a server that has not shown that it listens, and a text says too
+    # little of which conversation it continues.
+    follow = choice.follow and told is Audience.TOLD and "prompt" not in body
+    with LOCK:
+        entry = _enter(family, choice.session, body, explicit, follow=follow)
+    attempt = Attempt(
+        call=entry.call,
+        session=entry.session,
+        host=host,
+        clock=family.clock,
+        line=entry.line,
+        server_keeps=options.url.startswith(_RESPONSES),
+    )
+    attempt.asks_raw = (
+        not stream and told is not Audience.NEVER and wire.can_ask_raw(cast_to, explicit)
+    )
+    attempt.options = _dress(
+        options, entry.tags if told is Audience.TOLD else None, explicit, attempt, stream
+    )
+    if told is Audience.TOLD and entry.tags is not None and _profile(binding) is Profile.VLLM:
+        attempt.options = wire.with_body(attempt.options, entry.tags)
+    return attempt
+
+
+def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any]) -> Choice:
+    """Say whose call it is.
+
+    In this order: what the call itself says (the header, then the body's
+    ``session_id``), the client's session, the innermost block around the call,
+    ``TURNCACHE_SESSION_ID``, and the conversation that it continues. An id that cannot be
+    ours is left to the server, and a block or session that has ended makes it nobody's.
+    """
+    for given in (explicit.get(SESSION_HEADER.lower()), body.get("session_id")):
+        if given is not None:
+            try:
+                return Choice(session(check_session_id(given)))
+            except ProtocolError:
+                return _NOBODY
+    if binding.session is not None:
+        return _unless_ended(binding.session, ended=binding.session.ended)
+    scope = scopes.innermost()
+    if scope is not None:
+        return _unless_ended(scope.session, ended=not scope.open)
+    if binding.family.settings.session_id is not None:
+        return Choice(session(binding.family.settings.session_id))
+    return Choice(follow=True)
+
+
+def _unless_ended(owner: Session, *, ended: bool) -> Choice:
+    if not ended:
+        return Choice(owner)
+    owner.warn_ended()
+    return _NOBODY
+
+
+def _enter(
+    family: Family,
+    owner: Session | None,
+    body: Mapping[str, Any],
+    explicit: Mapping[str, Any],
+    *,
+    follow: bool,
+) -> _Entry:
+    """Enter the call into its session's ledger, under the lock."""
+    now_s = family.clock()
+    line, cause = None, None
+    if owner is None and not follow:
+        return _Entry(Call(started_s=now_s, model=str(body.get("model") or "")))
+    family.check_process()
+    reading = read_call(body, family.memo)
+    if owner is None:
+        placement = family.follower.place(reading)
+        owner, cause = placement.owner, placement.cause
+        line = (family.follower, placement.key)
+    turn, number = _place(owner, reading)
+    call = Call(
+        started_s=now_s,
+        model=reading.model,
+        turn=turn,
+        call=number,
+        cause=_stated_cause(explicit) or cause or reading.cause,
+        final=explicit.get(FINAL_HEADER.lower()) == "true",
+    )
+    owner.ledger.begin(call)
+    _learn(owner, reading, now_s)
+    tags = owner.tags(
+        turn=turn,
+        call=number,
+        cause=call.cause,
+        tools=TOOL_DURATIONS.rows(reading.tools.names),
+        final=call.final,
+    )
+    return _Entry(call, owner, tags, line)
+
+
+def _place(owner: Session, reading: Reading) -> tuple[int | None, int | None]:
+    """Return turn and call, from the answer that is continued when the server keeps it."""
+    if reading.previous is None:
+        return reading.turn, reading.call
+    before = owner.ledger.place_of(reading.previous)
+    if before is None:
+        return None, None
+    turn, call = before
+    return (turn, call + 1) if reading.cause is Cause.TOOL else (turn + 1, 1)
+
+
+def _learn(owner: Session, reading: Reading, now_s: float) -> None:
+    """Take from the request how long its tools ran, and what broke reuse since the last."""
+    ledger = owner.ledger
+    results = ledger.take_results(reading.results)
+    if results:
+        answered_s = max(waiting.answered_s for waiting in results.values())
+        TOOL_DURATIONS.observe([waiting.name for waiting in results.values()], now_s - answered_s)
+    found = list(_rewritten(reading, results))
+    if reading.previous is None and reading.history:
+        before = ledger.shape_before(reading)
+        if before is not None:
+            found += findings(before, reading)
+    for finding in found:
+        ledger.note(finding)
+        _ADVISER.say(owner.id, finding)
+
+
+def _rewritten(reading: Reading, results: Mapping[str, Waiting]) -> list[Finding]:
+    """Return a finding for arguments that came back as another text than the model's."""
+    if not results:
+        return []
+    for at, call_id, arguments in echoed_calls(reading):
+        waiting = results.get(call_id)
+        if waiting and waiting.arguments is not None and waiting.arguments != arguments:
+            return [Finding(Break.ARGUMENTS_RESERIALISED, at)]
+    return []
+
+
+def _dress(
+    options: Any,
+    tags: CallTags | None,
+    explicit: Mapping[str, Any],
+    attempt: Attempt,
+    stream: bool,
+) -> Any:
+    """Return options with the headers of ``tags`` that the caller has not given itself."""
+    headers = {} if tags is None else tags.to_headers()
+    headers = {name: value for name, value in headers.items() if name.lower() not in explicit}
+    if tags is not None and LOG.isEnabledFor(logging.DEBUG):
+        LOG.debug("session %s: %s", tags.session_id, headers.get(CALL_HEADER))
+    if attempt.asks_raw:
+        headers[wire.RAW_HEADER] = "true"
+    dressed = wire.with_headers(options, headers) if headers else options
+    return dressed if stream else wire.with_observer(dressed, attempt.parsed)
+
+
+def _profile(binding: Binding) -> Profile:
+    return binding.profile or binding.family.settings.profile
+
+
+def _body(options: Any) -> Mapping[str, Any]:
+    body = options.json_data
+    if not isinstance(body, Mapping):
+        return {}
+    return {**body, **options.extra_json} if options.extra_json else body
+
+
+def _stated_cause(explicit: Mapping[str, Any]) -> Cause | None:
+    """Return the cause in a ``Turncache`` header of the caller's, for the record."""
+    given = explicit.get(CALL_HEADER.lower())
+    if not isinstance(given, str):
+        return None
+    try:
+        cause = parse_dictionary(CALL_HEADER, given).get("cause")
+    except ProtocolError:
+        return None
+    return Cause(str(cause)) if cause in set(Cause) else None

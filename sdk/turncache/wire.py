@@ -1,0 +1,118 @@
+"""How a call's tags reach the server: upstream's request options, with ours added.
+
+Pure: options in, a changed copy out; the caller's options are never touched. What the
+caller gave wins over ours, by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import openai
+
+from turncache.protocol import (
+    CALL_HEADER,
+    FINAL_HEADER,
+    PARENT_HEADER,
+    SESSION_HEADER,
+    TOOLS_HEADER,
+    CallTags,
+    Cause,
+    EngineHints,
+)
+
+#: Upstream's headers by which a caller asks for a raw response or another result type.
+RAW_HEADER: Final = "X-Stainless-Raw-Response"
+CAST_HEADER: Final = "X-Stainless-Override-Cast-To"
+#: Headers that mean something to us when a caller gives them, in lower case.
+RELEVANT: Final = frozenset(
+    name.lower()
+    for name in (
+        SESSION_HEADER,
+        PARENT_HEADER,
+        FINAL_HEADER,
+        CALL_HEADER,
+        TOOLS_HEADER,
+        RAW_HEADER,
+        CAST_HEADER,
+    )
+)
+
+
+def explicit_headers(defaults: Mapping[str, Any], options: Any) -> dict[str, Any]:
+    """Return the relevant headers that the caller gave, by lower-case name.
+
+    A value may be upstream's ``Omit``: the caller wants the header left out.
+    """
+    given = options.headers
+    if not isinstance(given, Mapping):
+        return dict(defaults)
+    return {
+        **defaults,
+        **{name.lower(): value for name, value in given.items() if name.lower() in RELEVANT},
+    }
+
+
+def can_ask_raw(cast_to: Any, explicit: Mapping[str, Any]) -> bool:
+    """Whether the answer may be asked for raw, to read its headers, and parsed by us.
+
+    The caller gets what upstream's ``parse()`` makes of it, which is what it would have
+    got. Callers that asked for a raw response, or for a type that upstream returns
+    without parsing, get that.
+    """
+    return (
+        RAW_HEADER.lower() not in explicit
+        and CAST_HEADER.lower() not in explicit
+        and isinstance(cast_to, type)
+        and (cast_to is object or issubclass(cast_to, openai.BaseModel))
+    )
+
+
+def with_headers(options: Any, headers: Mapping[str, str]) -> Any:
+    """Return options that send ``headers`` too."""
+    changed = copy.copy(options)
+    given = options.headers
+    changed.headers = {**headers, **given} if isinstance(given, Mapping) else dict(headers)
+    return changed
+
+
+def with_body(options: Any, tags: CallTags) -> Any:
+    """Return options that say the same in the body, for routers that drop headers.
+
+    Only what an engine reads has a place there: the session, its parent, retention,
+    priority, and the marks for the last call and for a compaction.
+    """
+    hints = EngineHints(
+        session=tags.session_id,
+        parent=tags.parent_id,
+        retain_s=tags.retain_s,
+        priority=tags.priority,
+        final=tags.final,
+        compaction=tags.cause is Cause.COMPACTION,
+    )
+    given: Mapping[str, Any] = {**options.json_data, **(options.extra_json or {})}
+    xargs = given.get("vllm_xargs")
+    changed = copy.copy(options)
+    changed.extra_json = {
+        "session_id": tags.session_id,
+        **{name: given[name] for name in ("session_id",) if name in given},
+        **(options.extra_json or {}),
+        "vllm_xargs": {**hints.to_xargs(), **(xargs if isinstance(xargs, Mapping) else {})},
+    }
+    return changed
+
+
+def with_observer(options: Any, observe: Callable[[Any], None]) -> Any:
+    """Return options under which ``observe`` sees the answer whenever it is parsed."""
+    inner = options.post_parser
+    parse: Callable[[Any], Any] | None = inner if callable(inner) else None
+
+    def post_parser(answer: Any) -> Any:
+        observe(answer)
+        return answer if parse is None else parse(answer)
+
+    changed = copy.copy(options)
+    changed.post_parser = post_parser
+    return changed
