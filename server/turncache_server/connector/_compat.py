@@ -13,7 +13,7 @@ from typing import Any
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import hash_block_tokens
+from vllm.v1.core.kv_cache_utils import hash_block_tokens, resolve_none_hash_seed
 from vllm.v1.request import RequestStatus
 
 VLLM_VERSION = str(vllm.__version__)
@@ -28,9 +28,13 @@ ANSWERED = frozenset(
 
 
 def fixed_block_hash(algo: str) -> Callable[[Sequence[int]], bytes]:
-    """Return a function that hashes a first block as the prefix cache does."""
+    """Return a function that hashes a first block as the prefix cache does.
+
+    The root is derived here because vLLM sets its own only after the connector was made.
+    """
     function = get_hash_fn_by_name(algo)
-    return lambda tokens: bytes(hash_block_tokens(function, None, list(tokens)))
+    root = function(resolve_none_hash_seed(function))
+    return lambda tokens: bytes(hash_block_tokens(function, root, list(tokens)))
 
 
 def model_folder(model_config: Any) -> Path | None:

@@ -126,6 +126,7 @@ class Extension:
         self._tracker = StepTracker(facts.block_size)
         self._queue: FreeQueue | None = None
         self._pool: Any = None
+        self._block_map: Any = None
         self._stock_queue_type: type | None = None
         self._calls: dict[str, _Call] = {}
         self._failed_loads: set[str] = set()
@@ -153,6 +154,7 @@ class Extension:
             self.break_off("the self-test found: " + "; ".join(found))
             return
         self._pool = pool
+        self._block_map = pool.cached_block_hash_to_block
         self._stock_queue_type = type(pool.free_block_queue)
         self._queue = FreeQueue.adopt(
             pool.free_block_queue,
@@ -391,6 +393,10 @@ class Extension:
 
     def _tick(self) -> None:
         now_s = self._clock()
+        if self._pool is not None and self._pool.cached_block_hash_to_block is not self._block_map:
+            # A prefix-cache reset: what was wanted has no content any more.
+            self._block_map = self._pool.cached_block_hash_to_block
+            self._apply(self.table.clear())
         self._apply(self.table.expire(now_s))
         if self._queue is not None and now_s - self._ranked_at_s >= RANK_EVERY_S:
             self._ranked_at_s = now_s
