@@ -1,4 +1,18 @@
-"""vLLM's queue of free blocks with two classes: ordinary and retained."""
+"""A drop-in for vLLM's queue of free blocks, with two classes: ordinary and retained.
+
+*Ordinary* blocks are vLLM's own list: least recently used first, handed out first.
+*Retained* blocks are those that a lineage wants, handed out only when no ordinary block is
+left, the least valuable lineage first and its chain's tail first. Both count as free, so
+whatever the scheduler counts can be allocated.
+
+Owner of which block is free and in which class. That is read from the queue's own links and
+shelves, never from a block's reference count: vLLM lowers counts before it calls the queue.
+Only the engine thread calls these methods; what a block is worth is the lineage table's
+affair, and no clock is read.
+
+The links of an ordinary block are vLLM's: both are None for any block outside the ordinary
+list, which makes a queue given back to vLLM indistinguishable from its own.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +21,59 @@ from typing import Any
 
 from turncache_server.retention.ledger import Ledger
 from turncache_server.retention.lineages import LineageTable
+from turncache_server.retention.shelves import Shelves
+
+
+def _nothing() -> None:
+    """Do nothing before a choice."""
+
+
+class _End:
+    """A fake block at either end of the ordinary list, as in vLLM."""
+
+    __slots__ = ("block_id", "next_free_block", "prev_free_block")
+
+    def __init__(self) -> None:
+        self.block_id = -1
+        self.next_free_block: Any = None
+        self.prev_free_block: Any = None
 
 
 class FreeQueue:
-    num_free_blocks: int
-    num_retained: int
-    retaining: bool
+    """Free blocks of one pool; made by :meth:`adopt`.
+
+    Attributes:
+        num_free_blocks: ordinary and retained blocks together.
+        num_retained: retained blocks.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        ledger: Ledger,
+        table: LineageTable,
+        before_choice: Callable[[], None],
+    ) -> None:
+        self.num_free_blocks = 0
+        self.num_retained = 0
+        self._ledger = ledger
+        self._table = table
+        self._board = table.board
+        self._before_choice = before_choice
+        self._retaining = True
+        self._shelves = Shelves(num_blocks)
+        self._head = _End()
+        self._tail = _End()
+        self._head.next_free_block = self._tail
+        self._tail.prev_free_block = self._head
+        self._successor: Any = None
+        # Block by id. Blocks in use at the adoption become known when they are freed.
+        self._blocks: list[Any] = [None] * num_blocks
+        self._num_unknown = 0
+        # The block that a walk came to last, and whether it was retained then.
+        self._walked: Any = None
+        self._walked_retained = False
 
     @classmethod
     def adopt(
@@ -22,48 +83,309 @@ class FreeQueue:
         num_blocks: int,
         ledger: Ledger,
         table: LineageTable,
-        before_choice: Callable[[], None] = lambda: None,
+        before_choice: Callable[[], None] = _nothing,
     ) -> FreeQueue:
-        raise NotImplementedError
+        """Take over a stock queue's free blocks in their order; the stock queue is left empty.
+
+        Blocks that are in use come in when they are freed, so this is right at any moment
+        between two calls of the queue.
+
+        Args:
+            stock: vLLM's queue.
+            num_blocks: blocks in the pool; every block id is below.
+            ledger: epochs, raised for every block that is handed out.
+            table: says what is wanted, and hears what is handed out all the same.
+            before_choice: called before a block is chosen and at no other moment; may
+                change classes.
+        """
+        queue = cls(num_blocks=num_blocks, ledger=ledger, table=table, before_choice=before_choice)
+        # Looked at before anything is taken: a refusal must leave the stock queue whole.
+        for block in stock.get_all_free_blocks():
+            block_id = block.block_id
+            if not 0 <= block_id < num_blocks or queue._blocks[block_id] is not None:
+                raise ValueError(
+                    f"block id {block_id} is free in the stock queue: expected each id "
+                    f"once, from 0 to {num_blocks - 1}; give the pool's number of blocks"
+                )
+            queue._blocks[block_id] = block
+        # Block 0, when it is not free, is vLLM's null block, which is never freed.
+        queue._num_unknown = queue._blocks[1:].count(None)
+        queue.append_n(stock.popleft_n(stock.num_free_blocks))
+        return queue
 
     def release_to(self, stock_type: type) -> Any:
-        raise NotImplementedError
+        """Give all blocks back as a stock queue, in the order in which they would go.
+
+        A choice that is under way in this queue is completed by the new one.
+        """
+        blocks = self.get_all_free_blocks()
+        for block in blocks:
+            block.prev_free_block = block.next_free_block = None
+        self._head.next_free_block = self._tail
+        self._tail.prev_free_block = self._head
+        self._shelves = Shelves(len(self._blocks))
+        self.num_free_blocks = self.num_retained = 0
+        self._successor = stock_type(blocks)
+        return self._successor
+
+    # --- vLLM's queue -----------------------------------------------------------------------
 
     def popleft(self) -> Any:
-        raise NotImplementedError
+        """Hand out the first free block; raises ValueError when there is none."""
+        self._before_choice()
+        if self._successor is not None:
+            return self._successor.popleft()
+        if not self.num_free_blocks:
+            raise ValueError("No free blocks available")
+        return self._pop(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
-        raise NotImplementedError
+        """Hand out the first ``n`` free blocks; there must be as many."""
+        if n == 0:
+            return []
+        self._before_choice()
+        if self._successor is not None:
+            blocks: list[Any] = self._successor.popleft_n(n)
+            return blocks
+        assert self.num_free_blocks >= n, f"{n} blocks asked for, {self.num_free_blocks} free"
+        return self._pop(n)
 
     def remove(self, block: Any) -> None:
-        raise NotImplementedError
+        """Take a free block out of the middle; raises RuntimeError for any other block."""
+        following = block.next_free_block
+        if following is None:
+            if block.block_id not in self._shelves.placed:
+                raise RuntimeError(f"remove() called on a block that is not free: {block}")
+            self._shelves.take(block.block_id)
+            self.num_retained -= 1
+        else:
+            before = block.prev_free_block
+            before.next_free_block = following
+            following.prev_free_block = before
+            block.prev_free_block = block.next_free_block = None
+        self.num_free_blocks -= 1
 
     def append(self, block: Any) -> None:
-        raise NotImplementedError
+        """Put a block back, to be handed out last of its class."""
+        self.append_n([block])
 
     def append_n(self, blocks: list[Any]) -> None:
-        raise NotImplementedError
+        """Put blocks back: wanted ones on their keeper's shelf, the others at the end."""
+        if not blocks:
+            return
+        if self._num_unknown:
+            self._learn(blocks)
+        if self._retaining and self._board.num_wanted:
+            blocks = self._put_wanted(blocks)
+        last = self._tail.prev_free_block
+        for block in blocks:
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        last.next_free_block = self._tail
+        self._tail.prev_free_block = last
+        self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: list[Any]) -> None:
-        raise NotImplementedError
+        """Put blocks without a hash at the front: nothing can want them."""
+        if not blocks:
+            return
+        if self._num_unknown:
+            self._learn(blocks)
+        self._link_front(blocks)
+        self.num_free_blocks += len(blocks)
 
     def get_all_free_blocks(self) -> list[Any]:
-        raise NotImplementedError
+        """Return all free blocks in the order of :meth:`iter_blocks_after`."""
+        return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: Any | None) -> Iterator[Any]:
-        raise NotImplementedError
+        """Walk free blocks in the order in which they would go, from behind ``cursor``.
+
+        A retained block that several lineages want comes with its shelf, at the earliest
+        moment at which it could go.
+
+        A cursor that is not free ends the walk, as in vLLM. One that has changed class
+        since a walk came to it starts the walk anew: going on from where it is would leave
+        out everything in between.
+        """
+        shelves = self._shelves
+        retained = cursor is not None and cursor.block_id in shelves.placed
+        if cursor is not None and cursor.next_free_block is None and not retained:
+            return
+        if cursor is not None and cursor is self._walked and retained != self._walked_retained:
+            cursor, retained = None, False
+        if not retained:
+            block = self._head.next_free_block if cursor is None else cursor.next_free_block
+            while block is not self._tail:
+                if block is None:  # taken while the walk stood on it
+                    return
+                self._walked, self._walked_retained = block, False
+                yield block
+                block = block.next_free_block
+            cursor = None
+        for block in shelves.walk(None if cursor is None else cursor.block_id):
+            self._walked, self._walked_retained = block, True
+            yield block
+
+    # --- classes ----------------------------------------------------------------------------
+
+    @property
+    def retaining(self) -> bool:
+        """Whether wanted blocks are retained; if not, every block is ordinary."""
+        return self._retaining
+
+    @retaining.setter
+    def retaining(self, retaining: bool) -> None:
+        if retaining == self._retaining:
+            return
+        self._retaining = retaining
+        if retaining:
+            board = self._board
+            self.reclassify(i for i, epoch in enumerate(board.epoch) if epoch >= 0)
+        else:
+            # Behind all others: the order in which blocks go is the same before and after.
+            retained = list(self._shelves.walk())
+            for block in retained:
+                self._shelves.take(block.block_id)
+            self.num_free_blocks -= len(retained)
+            self.num_retained = 0
+            self.append_n(retained)
 
     def is_free(self, block_id: int) -> bool:
-        raise NotImplementedError
+        """Whether a block is in this queue."""
+        if block_id in self._shelves.placed:
+            return True
+        block = self._blocks[block_id]
+        return block is not None and block.next_free_block is not None
 
     def is_retained(self, block_id: int) -> bool:
-        raise NotImplementedError
+        """Whether a block is free and retained."""
+        return block_id in self._shelves.placed
 
     def reclassify(self, block_ids: Iterable[int]) -> None:
-        raise NotImplementedError
+        """Move free blocks to the class that the table gives them; others are ignored.
+
+        What is no longer wanted goes to the front of ordinary, in the order in which it
+        would have gone: it is the oldest. What is wanted goes to its keeper's shelf.
+        """
+        placed, board, epoch = self._shelves.placed, self._board, self._ledger.epoch
+        unwanted: set[int] = set()
+        for block_id in block_ids:
+            wanted = self._retaining and board.epoch[block_id] == epoch[block_id]
+            if block_id in placed:
+                if wanted:
+                    self._shelves.move(block_id, board.keeper[block_id], board.index[block_id])
+                else:
+                    unwanted.add(block_id)
+            elif wanted and self.is_free(block_id):
+                block = self._blocks[block_id]
+                self.remove(block)
+                self._put_wanted([block])
+        self._demote(unwanted)
 
     def promote(self, block_id: int, epoch: int) -> None:
-        raise NotImplementedError
+        """Move a block to the valuable end of its shelf, if retained at that epoch."""
+        if block_id in self._shelves.placed and self._ledger.epoch[block_id] == epoch:
+            self._shelves.promote(block_id)
 
     def rank(self, victims: Sequence[int]) -> None:
-        raise NotImplementedError
+        """Set the order of lineages for the next choices, least valuable first.
+
+        A lineage that is not in it although it has blocks here wants them no longer, and
+        goes first; one that fills its shelf later goes last until the next ranking.
+        """
+        self._shelves.rank(victims)
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _pop(self, n: int) -> list[Any]:
+        ledger = self._ledger
+        ledger.last_epoch += 1
+        num_ordinary = min(n, self.num_free_blocks - self.num_retained)
+        blocks = self._pop_ordinary(num_ordinary) if num_ordinary else []
+        if num_ordinary < n:
+            blocks += self._pop_retained(n - num_ordinary)
+        self.num_free_blocks -= n
+        return blocks
+
+    def _pop_ordinary(self, n: int) -> list[Any]:
+        epoch, raised = self._ledger.epoch, self._ledger.last_epoch
+        blocks = []
+        block = self._head.next_free_block
+        for _ in range(n):
+            blocks.append(block)
+            epoch[block.block_id] = raised
+            following = block.next_free_block
+            block.prev_free_block = block.next_free_block = None
+            block = following
+        self._head.next_free_block = block
+        block.prev_free_block = self._head
+        if self._board.num_wanted and not self._retaining:
+            # What the engine's own order gives away although it is wanted.
+            wanted = self._board.epoch
+            for block in blocks:
+                if wanted[block.block_id] >= 0:
+                    self._table.evicted(block.block_id)
+        return blocks
+
+    def _pop_retained(self, n: int) -> list[Any]:
+        epoch, raised = self._ledger.epoch, self._ledger.last_epoch
+        shelves = self._shelves
+        blocks: list[Any] = []
+        while len(blocks) < n:
+            block_id, shelf = shelves.next_victim()
+            if block_id in self._board.others and self._pass_on(block_id, shelf.position):
+                continue
+            blocks.append(shelves.take(block_id))
+            epoch[block_id] = raised
+            self._table.evicted(block_id)
+        self.num_retained -= n
+        return blocks
+
+    def _pass_on(self, block_id: int, position: int) -> bool:
+        """Give a shared block to its most valuable wanter, if that one comes later."""
+        heir = max(self._board.wanters(block_id), key=self._shelves.position)
+        if self._shelves.position(heir) <= position:
+            return False
+        self._board.entrust(block_id, heir)
+        self._shelves.move(block_id, heir, self._board.index[block_id])
+        return True
+
+    def _put_wanted(self, blocks: list[Any]) -> list[Any]:
+        """Shelve the blocks that are wanted and return the rest."""
+        board, epoch = self._board, self._ledger.epoch
+        rest = []
+        for block in blocks:
+            block_id = block.block_id
+            if board.epoch[block_id] == epoch[block_id]:
+                self._shelves.put(block, board.keeper[block_id], board.index[block_id])
+            else:
+                rest.append(block)
+        num_put = len(blocks) - len(rest)
+        self.num_free_blocks += num_put
+        self.num_retained += num_put
+        return rest
+
+    def _demote(self, block_ids: set[int]) -> None:
+        if not block_ids:
+            return
+        ordered = self._shelves.in_order(block_ids)
+        self._link_front([self._shelves.take(block_id) for block_id in ordered])
+        self.num_retained -= len(ordered)
+
+    def _link_front(self, blocks: list[Any]) -> None:
+        first = self._head.next_free_block
+        last: Any = self._head
+        for block in blocks:
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        last.next_free_block = first
+        first.prev_free_block = last
+
+    def _learn(self, blocks: Iterable[Any]) -> None:
+        for block in blocks:
+            if self._blocks[block.block_id] is None:
+                self._blocks[block.block_id] = block
+                self._num_unknown -= block.block_id != 0

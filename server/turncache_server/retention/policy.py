@@ -83,7 +83,7 @@ def remaining_s(lineage: Candidate, now_s: float) -> float:
     return max(0.0, now_s - lineage.finished_at_s)
 
 
-_POLICIES: Final[dict[str, type[Deadline] | type[Cost]]] = {
+_POLICIES: Final[dict[str, type[Deadline | Cost]]] = {
     policy.name: policy for policy in (Deadline, Cost)
 }
 
