@@ -245,6 +245,7 @@ def _application(services: Services, metrics: Metrics, edge: _Edge) -> web.Appli
 
 
 async def _mark(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["server"] = "turncache"
     if REQUEST_ID in request:
         response.headers.update(answer_headers(request[REQUEST_ID]))
 

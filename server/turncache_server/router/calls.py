@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import Final, cast
+from typing import Final
 
 from aiohttp import web
 
@@ -36,8 +36,8 @@ from turncache_server.router.stream import ClientAnswer, ClientGone
 API: Final = "chat"
 #: What logs and metrics call the status of a call whose client did not wait.
 CLIENT_GONE: Final = 499
-#: After the answer nobody waits for the outcome.
-_SETTLE_TIMEOUT_S: Final = 1.0
+#: After the answer nobody waits for the outcome: the question may take this much longer.
+_SETTLE_PATIENCE: Final = 10
 
 
 class ChatCall:
@@ -68,7 +68,8 @@ class ChatCall:
         services = self._services
         services.records.begin(self._record)
         services.events.emit(CallStarted(request=self._call.request, api=API))
-        code, problem = 500, cast("str | None", "internal")
+        code = 500
+        problem: str | None = "internal"
         try:
             relayed = await self._serve()
             code, problem = relayed.code, relayed.problem
@@ -190,7 +191,8 @@ class ChatCall:
     async def _settle(self) -> None:
         """Ask once more after the call: the counts of its admission may have changed."""
         if not self._record.final:
-            self._note(await self._ask(_SETTLE_TIMEOUT_S))
+            limit_s = _SETTLE_PATIENCE * self._services.config.control_timeout_s
+            self._note(await self._ask(limit_s))
         self._record.final = True
         if self._record.outcome is not None:
             self._services.events.emit(

@@ -34,7 +34,7 @@ from turncache_server.router.sessions import namespaced
 from turncache_server.router.stream import ClientAnswer
 
 #: Key of a request under which the middleware leaves its id.
-REQUEST_ID: Final = "turncache_request_id"
+REQUEST_ID: Final = web.RequestKey("turncache_request_id", str)
 
 _SESSION_HEADERS: Final = tuple(source.value for source in SessionSource)
 
@@ -71,7 +71,7 @@ class Handlers:
         headers = {name.lower(): value for name, value in request.headers.items()}
         body = Body.parse(await self._json_body(request), max_depth=services.config.max_body_depth)
         chat = read_chat(body)
-        request_id: str = request[REQUEST_ID]
+        request_id = request[REQUEST_ID]
         tags, anonymous = _tags(headers, body, request_id)
         snapshot = await self._snapshot_with(chat.model)
         check_model(chat, snapshot)

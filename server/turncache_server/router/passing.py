@@ -82,7 +82,10 @@ class ChatStream:
         if event.data == DONE:
             return self._passed_done(event)
         self._collector.add(event.data)
-        return _cleaned(event) if any(mark in event.data for mark in _MARKS) else event.raw
+        for mark in _MARKS:
+            if mark in event.data:
+                return _cleaned(event)
+        return event.raw
 
     def _passed_done(self, event: SseEvent) -> bytes:
         if self.ending.problem is None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from turncache.protocol import Plan, Reason
 from turncache_server.router.chat import ChatRequest
@@ -37,7 +36,7 @@ class EngineView:
     engine_id: str
     side: Side
     live: bool = True
-    models: Mapping[str, int | None] = MappingProxyType({})
+    models: Mapping[str, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

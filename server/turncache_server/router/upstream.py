@@ -85,9 +85,9 @@ class EngineAnswer:
         Raises:
             LegFailed: as for :meth:`chunk`, or a body of more than ``max_bytes``.
         """
-        parts = [first]
-        size = len(first)
-        while part := await self.chunk():
+        parts: list[bytes] = []
+        size, part = 0, first
+        while part:
             parts.append(part)
             size += len(part)
             if size > max_bytes:
@@ -97,6 +97,7 @@ class EngineAnswer:
                     f"answered with more than {max_bytes} bytes",
                     consumed=True,
                 )
+            part = await self.chunk()
         return b"".join(parts)
 
     async def __aenter__(self) -> Self:

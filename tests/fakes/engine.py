@@ -1,0 +1,537 @@
+"""A fake vLLM: HTTP server and control socket on free loopback ports.
+
+It speaks ``/v1/chat/completions`` (streaming and not), ``/v1/models``, ``/health`` and
+``/metrics`` in vLLM's form, logs every body and header, and fails on script. Its "KV" is
+kept by content: a prompt is rendered to text, cut into blocks, and each block is known by
+the hash of everything up to it, as in vLLM. So an outcome of the fake means what an outcome
+of an engine means: history that was edited is computed again, a pull brings exactly the
+common prefix, and nothing is found in an engine that was flushed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from aiohttp import web
+
+from turncache_server.control.messages import (
+    Call,
+    CallReply,
+    Hello,
+    HelloReply,
+    Refusal,
+    Reply,
+    Request,
+    encode,
+)
+from turncache_server.control.server import ControlServer
+
+TOKEN_CHARS = 4
+BLOCK_TOKENS = 4
+
+
+@dataclass
+class Script:
+    """What one chat completion does instead of answering as it should.
+
+    Attributes:
+        status: answer with this error status and ``body``.
+        body: body of the error, or of a whole answer with status 200.
+        headers: more headers of the answer.
+        die: ``before`` the first byte, or in the ``middle`` of the stream.
+        events: raw stream to send instead of the generated one.
+        split: size of the pieces that the stream is sent in, 0 for one event each.
+        until: nothing is sent before this is set.
+        pause_after: number of events after which ``resume`` is awaited.
+        resume: see ``pause_after``.
+        close_early: end the stream in order after this many events.
+        kv_transfer_params: put into the answer, as an engine with a connector does.
+        arrived: set when the request has been read.
+    """
+
+    status: int = 200
+    body: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    die: str | None = None
+    events: Sequence[bytes] | None = None
+    split: int = 0
+    until: asyncio.Event | None = None
+    pause_after: int | None = None
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
+    close_early: int | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request as it came."""
+
+    path: str
+    raw: bytes
+    headers: Mapping[str, str]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The parsed body."""
+        parsed: dict[str, Any] = json.loads(self.raw)
+        return parsed
+
+    @property
+    def xargs(self) -> dict[str, Any]:
+        """The parsed ``vllm_xargs``."""
+        xargs: dict[str, Any] = self.body.get("vllm_xargs") or {}
+        return xargs
+
+
+class FakeKv:
+    """Blocks by the hash of everything up to them."""
+
+    def __init__(self) -> None:
+        self.blocks: set[bytes] = set()
+        self.ever: set[bytes] = set()
+
+    def prefix_tokens(self, chain: Sequence[bytes]) -> int:
+        """Return how many tokens of a chain are held, from the first."""
+        held = 0
+        for block in chain:
+            if block not in self.blocks:
+                break
+            held += BLOCK_TOKENS
+        return held
+
+    def write(self, chain: Sequence[bytes]) -> None:
+        """Hold a chain."""
+        self.blocks.update(chain)
+        self.ever.update(chain)
+
+    def flush(self) -> None:
+        """Lose everything, as a pool does under pressure."""
+        self.blocks.clear()
+
+
+def render(messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+    """Render a prompt, as a chat template would."""
+    parts = [json.dumps(tools)] if tools else []
+    for message in messages:
+        calls = [
+            (call["function"]["name"], call["function"]["arguments"])
+            for call in message.get("tool_calls") or ()
+        ]
+        said = (message.get("reasoning") or "") + (message.get("content") or "")
+        parts.append(f"<{message.get('role')}>{said}{calls or ''}")
+    return "".join(parts)
+
+
+def num_tokens(text: str) -> int:
+    """Count a text's tokens."""
+    return -(-len(text) // TOKEN_CHARS)
+
+
+def chain_of(text: str) -> list[bytes]:
+    """Return the chain hashes of a text's full blocks."""
+    size = TOKEN_CHARS * BLOCK_TOKENS
+    out: list[bytes] = []
+    above = b""
+    for at in range(0, len(text) - size + 1, size):
+        above = hashlib.blake2b(above + text[at : at + size].encode(), digest_size=16).digest()
+        out.append(above)
+    return out
+
+
+class FakeEngine:
+    """One engine.
+
+    Args:
+        name: its name and engine id.
+        side: ``single``, ``prefill`` or ``decode``.
+        fleet: engines by engine id, from which it can pull; it adds itself.
+        models: served names.
+        control: answer the control socket.
+
+    Attributes:
+        seen: chat completions, as they came.
+        scripts: consumed one per chat completion, from the first.
+        default: used when there is no script.
+        healthy: what ``/health`` says.
+        num_active: chat completions being served.
+        num_cancelled: chat completions whose client left.
+        replies: outcomes by ``tc_request``, as the control socket tells them.
+    """
+
+    def __init__(
+        self,
+        name: str = "single-0",
+        side: str = "single",
+        *,
+        fleet: dict[str, FakeEngine] | None = None,
+        models: Sequence[str] = ("fake",),
+        control: bool = True,
+    ) -> None:
+        self.name = name
+        self.side = side
+        self.fleet = {} if fleet is None else fleet
+        self.fleet[name] = self
+        self.models = list(models)
+        self.max_model_len = 100_000
+        self.kv = FakeKv()
+        self.seen: list[Seen] = []
+        self.scripts: list[Script] = []
+        self.default = Script()
+        self.healthy = True
+        self.num_active = 0
+        self.max_active = 0
+        self.num_cancelled = 0
+        self.num_model_questions = 0
+        self.replies: dict[str, CallReply] = {}
+        self.port = 0
+        self._with_control = control
+        self._control: ControlServer | None = None
+        self._runner: web.AppRunner | None = None
+
+    # --- life ----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen: on a free port at first, later on the same one again."""
+        app = web.Application(client_max_size=256 * 1024 * 1024)
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=1024).start()
+        self.port = self._runner.addresses[0][1]
+        if self._with_control and self._control is None:
+            self._control = ControlServer("tcp://127.0.0.1:0", self._answer_control)
+            self._control.start()
+
+    async def stop(self) -> None:
+        """Close every connection and refuse new ones: the process is gone."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def close(self) -> None:
+        """Stop for good."""
+        await self.stop()
+        if self._control is not None:
+            await asyncio.to_thread(_close_control, self._control)
+            self._control = None
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def control(self) -> str | None:
+        """Address of the control socket."""
+        return None if self._control is None else self._control.address
+
+    def as_config(self) -> dict[str, str]:
+        """Return the ``[[engines]]`` table that names this engine."""
+        table = {"name": self.name, "engine_id": self.name, "side": self.side, "url": self.url}
+        return table if self.control is None else {**table, "control": self.control}
+
+    # --- control -------------------------------------------------------------------------
+
+    def _answer_control(self, request: Request) -> Reply:
+        match request:
+            case Hello():
+                return HelloReply(
+                    engine_id=self.name,
+                    start_id="fake",
+                    generation=1,
+                    side=self.side,
+                    mode="on",
+                    fingerprint={"model": self.models[0]},
+                    block_size=BLOCK_TOKENS,
+                )
+            case Call():
+                return self.replies.get(request.request, CallReply(found=False))
+        return Refusal(code="unsupported", why=f"the fake does not know {request!r}")
+
+    # --- HTTP ----------------------------------------------------------------------------
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text="vllm:num_requests_running 0\n")
+
+    async def _models(self, _: web.Request) -> web.Response:
+        self.num_model_questions += 1
+        cards = [
+            {"id": model, "object": "model", "max_model_len": self.max_model_len}
+            for model in self.models
+        ]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        seen = Seen(request.path, raw, {k.lower(): v for k, v in request.headers.items()})
+        self.seen.append(seen)
+        script = self.scripts.pop(0) if self.scripts else self.default
+        script.arrived.set()
+        self.num_active += 1
+        self.max_active = max(self.max_active, self.num_active)
+        try:
+            return await self._scripted(request, seen, script)
+        except (asyncio.CancelledError, ConnectionError):
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_active -= 1
+
+    async def _scripted(
+        self, request: web.Request, seen: Seen, script: Script
+    ) -> web.StreamResponse:
+        body = seen.body
+        if script.until is not None and not body.get("stream"):
+            await script.until.wait()
+        if script.die == "before":
+            _cut(request)
+        if script.status != 200 or (script.body is not None and not body.get("stream")):
+            return web.Response(
+                status=script.status,
+                body=script.body or b'{"error":{"message":"scripted","code":0}}',
+                content_type="application/json",
+                headers=dict(script.headers),
+            )
+        answer = self._generate(seen)
+        if body.get("stream"):
+            return await self._stream(request, answer, script)
+        whole = whole_answer(body, answer)
+        whole["kv_transfer_params"] = script.kv_transfer_params
+        return web.json_response(whole)
+
+    async def _stream(
+        self, request: web.Request, answer: Answer, script: Script
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"content-type": "text/event-stream; charset=utf-8", **script.headers}
+        )
+        await response.prepare(request)
+        # vLLM's headers come at once, its first event with the first token.
+        if script.until is not None:
+            await script.until.wait()
+        events = list(script.events) if script.events is not None else answer.events(script)
+        if script.split:
+            stream = b"".join(events)
+            events = [stream[at : at + script.split] for at in range(0, len(stream), script.split)]
+        for number, event in enumerate(events):
+            if script.close_early == number:
+                return response
+            if script.pause_after == number:
+                await script.resume.wait()
+            if script.die == "middle" and number == 2:
+                _cut(request)
+            await response.write(event)
+            if script.split:
+                await asyncio.sleep(0)
+        return response
+
+    # --- the model and its KV -------------------------------------------------------------
+
+    def _generate(self, seen: Seen) -> Answer:
+        body, xargs = seen.body, seen.xargs
+        prompt = render(body["messages"], body.get("tools"))
+        chain = chain_of(prompt)
+        held = local = self.kv.prefix_tokens(chain)
+        source = self.fleet.get(xargs.get("tc_source", ""))
+        if source is not None:
+            held = max(local, source.kv.prefix_tokens(chain))
+        total = num_tokens(prompt)
+        known = sum(block in self.kv.ever for block in chain) * BLOCK_TOKENS
+        self.kv.write(chain)
+        self.replies[xargs.get("tc_request", "")] = CallReply(
+            found=True,
+            done=True,
+            prompt=total,
+            local=local,
+            returned=held - local,
+            computed=total - held,
+            lost=max(0, min(known, total) - held),
+            reason="ok",
+        )
+        answer = Answer.to(body, total, held)
+        if body.get("max_tokens") != 1:
+            message = [*body["messages"], answer.message]
+            self.kv.write(chain_of(render(message, body.get("tools"))))
+        return answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model says."""
+
+    model: str
+    text: str
+    tool_calls: list[dict[str, Any]]
+    finish_reason: str
+    num_choices: int
+    prompt_tokens: int
+    cached_tokens: int
+    with_usage: bool
+
+    @classmethod
+    def to(cls, body: Mapping[str, Any], prompt_tokens: int, cached_tokens: int) -> Answer:
+        """Answer a request: a tool call to a user who offers tools, else a sentence."""
+        messages, tools = body["messages"], body.get("tools")
+        tool_calls: list[dict[str, Any]] = []
+        if tools and messages[-1]["role"] == "user" and body.get("tool_choice") != "none":
+            function = {
+                "name": tools[0]["function"]["name"],
+                "arguments": json.dumps({"query": f"step {len(messages)}"}),
+            }
+            tool_calls = [{"id": f"call_{len(messages)}", "type": "function", "function": function}]
+        reason = "tool_calls" if tool_calls else "stop"
+        if body.get("max_tokens") == 1:
+            reason = "length"
+        options = body.get("stream_options") or {}
+        return cls(
+            model=body.get("model") or "fake",
+            text="" if tool_calls else f"This is answer {len(messages)}: 你好🙂.",
+            tool_calls=tool_calls,
+            finish_reason=reason,
+            num_choices=body.get("n") or 1,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            with_usage=bool(options.get("include_usage")),
+        )
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant message, as a client appends it."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text or None}
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts in OpenAI's form."""
+        completion = num_tokens(self.text) + 4 * len(self.tool_calls)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def events(self, script: Script) -> list[bytes]:
+        """Return the stream's events."""
+        chunks = [
+            chunk for index in range(self.num_choices) for chunk in self._choice(index, script)
+        ]
+        if self.with_usage:
+            chunks.append({**self._chunk(0, {}, None), "choices": [], "usage": self.usage})
+        return [*map(event, chunks), b"data: [DONE]\n\n"]
+
+    def _choice(self, index: int, script: Script) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{"content": word + " "} for word in self.text.split()]
+        for number, call in enumerate(self.tool_calls):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            head = {"index": number, "id": call["id"], "type": "function"}
+            deltas.append({"tool_calls": [{**head, "function": {"name": name, "arguments": ""}}]})
+            deltas += [
+                {"tool_calls": [{"index": number, "function": {"arguments": piece}}]}
+                for piece in (arguments[:7], arguments[7:])
+            ]
+        chunks = [self._chunk(index, delta, None) for delta in deltas]
+        last = self._chunk(index, {}, self.finish_reason)
+        if script.kv_transfer_params is not None:
+            last["kv_transfer_params"] = script.kv_transfer_params
+        return [*chunks, last]
+
+    def _chunk(self, index: int, delta: Any, finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason}
+        return {
+            "id": "chatcmpl-fake",
+            "object": "chat.completion.chunk",
+            "created": 1,
+            "model": self.model,
+            "choices": [choice],
+        }
+
+
+def event(chunk: Mapping[str, Any]) -> bytes:
+    """Encode a chunk as vLLM does."""
+    text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()
+
+
+def whole_answer(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    """Return a chat completion that was not streamed."""
+    return {
+        "id": "chatcmpl-fake",
+        "object": "chat.completion",
+        "created": 1,
+        "model": answer.model,
+        "choices": [
+            {
+                "index": index,
+                "message": answer.message,
+                "finish_reason": answer.finish_reason,
+            }
+            for index in range(answer.num_choices)
+        ],
+        "usage": answer.usage,
+    }
+
+
+def _close_control(control: ControlServer) -> None:
+    """Close a control socket, and poke its thread, which else looks up every 200 ms."""
+    closing = threading.Thread(target=control.close)
+    closing.start()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(control.address)
+        socket.send(encode(1, Hello()))
+        closing.join()
+
+
+def _cut(request: web.Request) -> None:
+    """Break the connection, as a process that dies does."""
+    assert request.transport is not None
+    request.transport.abort()
+    raise ConnectionResetError
+
+
+@asynccontextmanager
+async def fake_engines(*engines: FakeEngine) -> AsyncIterator[None]:
+    """Run engines for the length of the block."""
+    try:
+        for engine in engines:
+            await engine.start()
+        yield
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
+@asynccontextmanager
+async def fake_pair(
+    *, prefills: int = 1, decodes: int = 1
+) -> AsyncIterator[tuple[list[FakeEngine], list[FakeEngine]]]:
+    """Run prefill and decode engines that can pull from each other."""
+    fleet: dict[str, FakeEngine] = {}
+    prefill = [FakeEngine(f"prefill-{i}", "prefill", fleet=fleet) for i in range(prefills)]
+    decode = [FakeEngine(f"decode-{i}", "decode", fleet=fleet) for i in range(decodes)]
+    async with fake_engines(*prefill, *decode):
+        yield prefill, decode
