@@ -33,7 +33,7 @@ LOCKED_PYTHON: Final = (3, 11)
 NUM_LOG_LINES: Final = 25
 
 
-class SetupFailure(Exception):  # noqa: N818 - reads as what happened
+class SetupFailure(Exception):
     """Raised when an environment cannot be made; the message names the way out."""
 
 

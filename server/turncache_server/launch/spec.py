@@ -1,0 +1,207 @@
+"""What a stack should be: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal, get_args
+
+from turncache.errors import ConfigError
+
+Kind = Literal["turncache", "nixl", "nixl-bidirectional", "plain"]
+Side = Literal["prefill", "decode", "single"]
+Device = Literal["auto", "cpu", "cuda"]
+
+MAX_ENGINES: Final = 64
+
+#: Flags of ``vllm serve`` that follow from the specification. Given twice, the parts would
+#: disagree about where they find each other.
+OWNED_FLAGS: Final = MappingProxyType(
+    {
+        "--model": "model",
+        "--served-model-name": "served_name",
+        "--host": "host",
+        "--port": "the port settings",
+        "--uds": "the port settings",
+        "--tensor-parallel-size": "tensor_parallel_size",
+        "-tp": "tensor_parallel_size",
+        "--kv-transfer-config": "kind and settings",
+        "--num-gpu-blocks-override": "num_blocks",
+        "--config": "single flags",
+    }
+)
+
+
+def _empty() -> Mapping[str, Any]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackSpec:
+    """Engines, and the router in front of them.
+
+    Attributes:
+        model: folder, hub name, or ``tiny`` or ``smollm2`` (see ``launch/models.py``).
+        prefill: number of prefill engines; with ``decode`` 0 one engine does both.
+        decode: number of decode engines.
+        kind: ``turncache``; for comparison ``nixl`` (stock disaggregation),
+            ``nixl-bidirectional`` (stock with returns) or ``plain`` (stock, one engine).
+        served_name: name of the model in the API; by default the hub name, or the folder's
+            last part.
+        host: address that clients reach; engines behind a router stay on loopback.
+        router_port: port of the router; 0 takes a free one.
+        engine_port: port of the first prefill or single engine, counted up. None takes
+            8100, or free ones when ``router_port`` is 0; 0 takes free ones. Likewise
+            ``decode_port`` (8200), ``nixl_port`` (5600) and ``control_port`` (5800).
+        log_dir: folder for logs and the router's configuration; by default one in the
+            cache folder, named after the port that clients reach.
+        mode: mode of the extension at start: ``on``, ``observe`` or ``off``.
+        return_enabled: the router attempts returns.
+        device: ``auto`` takes what the installed vLLM was built for.
+        devices: GPUs per engine in the order prefill, decode, such as ``("0,1", "2,3")``;
+            by default counted up, shared when there are too few.
+        tensor_parallel_size: GPUs per engine.
+        num_blocks: KV blocks per side, to make cache pressure on purpose.
+        max_model_len: longest sequence in tokens.
+        dtype: as ``vllm serve --dtype``.
+        kv_space_gib: KV space of one CPU engine, whole GiB (vLLM reads an integer).
+        engine_args: more flags of ``vllm serve``, for every engine; a repeated flag wins
+            over ours.
+        settings: settings of the extension, by name, over ours.
+        router_settings: settings of the router, by name, over ours.
+        router: start the router; stock kinds never have one.
+        warm_up: make two calls before the stack counts as started, so that no user's call
+            pays for handshakes and first compilations.
+        python: interpreter of the engine environment; the running one by default.
+
+    Raises:
+        ConfigError: naming the value, what was expected and the way out.
+    """
+
+    model: str
+    prefill: int = 0
+    decode: int = 0
+    kind: Kind = "turncache"
+    served_name: str | None = None
+    host: str = "127.0.0.1"
+    router_port: int = 8000
+    engine_port: int | None = None
+    decode_port: int | None = None
+    nixl_port: int | None = None
+    control_port: int | None = None
+    log_dir: Path | None = None
+    mode: str = "on"
+    return_enabled: bool = True
+    device: Device = "auto"
+    devices: tuple[str, ...] = ()
+    tensor_parallel_size: int = 1
+    num_blocks: Mapping[str, int | None] = field(default_factory=_empty)
+    max_model_len: int | None = None
+    dtype: str | None = None
+    kv_space_gib: int = 1
+    engine_args: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=_empty)
+    router_settings: Mapping[str, Any] = field(default_factory=_empty)
+    router: bool = True
+    warm_up: bool = True
+    python: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before anything starts."""
+        self._check_words()
+        self._check_counts()
+        self._check_ports()
+        self._check_engine_args()
+
+    @property
+    def is_pair(self) -> bool:
+        """Prefill and decode are separate engines."""
+        return self.decode > 0
+
+    @property
+    def is_ours(self) -> bool:
+        """The engines carry our connector."""
+        return self.kind == "turncache"
+
+    @property
+    def has_router(self) -> bool:
+        """A router stands in front of the engines."""
+        return self.router and self.is_ours
+
+    @property
+    def members(self) -> tuple[tuple[str, Side], ...]:
+        """Name and side of every engine, in the order in which they are numbered."""
+        if not self.is_pair:
+            return (("single-0", "single"),)
+        prefill: list[tuple[str, Side]] = [(f"prefill-{n}", "prefill") for n in range(self.prefill)]
+        decode: list[tuple[str, Side]] = [(f"decode-{n}", "decode") for n in range(self.decode)]
+        return (*prefill, *decode)
+
+    def _check_words(self) -> None:
+        for name, legal in (
+            ("kind", get_args(Kind)),
+            ("device", get_args(Device)),
+            ("mode", ("on", "observe", "off")),
+        ):
+            value = getattr(self, name)
+            if value not in legal:
+                raise ConfigError(name, f"{value!r}: expected one of {', '.join(legal)}")
+        if not self.model:
+            raise ConfigError("model", "empty; name a folder, a hub name, tiny or smollm2")
+        if "mode" in self.settings:
+            raise ConfigError("settings.mode", "set the mode of the stack instead")
+
+    def _check_counts(self) -> None:
+        if self.prefill < 0 or self.decode < 0 or self.prefill + self.decode > MAX_ENGINES:
+            raise ConfigError(
+                "prefill, decode",
+                f"{self.prefill} and {self.decode}: expected 0 to {MAX_ENGINES} engines",
+            )
+        if bool(self.prefill) != bool(self.decode):
+            raise ConfigError(
+                "prefill, decode",
+                f"{self.prefill} prefill and {self.decode} decode: a pair needs at least one of "
+                "each; leave both out for one engine",
+            )
+        if self.is_pair and self.kind == "plain":
+            raise ConfigError("kind", "plain is one stock engine; a stock pair is nixl")
+        if not self.is_pair and self.kind.startswith("nixl"):
+            raise ConfigError("kind", f"{self.kind} is a pair: give prefill=1 and decode=1")
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(
+                "tensor_parallel_size", f"{self.tensor_parallel_size}: expected at least 1"
+            )
+        if not 1 <= self.kv_space_gib <= 4096:
+            raise ConfigError("kv_space_gib", f"{self.kv_space_gib}: expected whole GiB from 1")
+        sides = {side for _, side in self.members}
+        for side, blocks in self.num_blocks.items():
+            if side not in sides:
+                raise ConfigError(
+                    "num_blocks", f"no {side!r} engine; expected {', '.join(sorted(sides))}"
+                )
+            if blocks is not None and blocks < 2:
+                raise ConfigError("num_blocks", f"{side}: {blocks}: expected at least 2")
+        if self.devices and len(self.devices) != len(self.members):
+            raise ConfigError(
+                "devices",
+                f"{len(self.devices)} entries for {len(self.members)} engines "
+                f"({', '.join(name for name, _ in self.members)}): expected one each",
+            )
+
+    def _check_ports(self) -> None:
+        for name in ("router_port", "engine_port", "decode_port", "nixl_port", "control_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65_535 - MAX_ENGINES:
+                raise ConfigError(
+                    name, f"{port}: expected a port up to {65_535 - MAX_ENGINES}, or 0 for free"
+                )
+
+    def _check_engine_args(self) -> None:
+        for argument in self.engine_args:
+            flag = argument.partition("=")[0].replace("_", "-")
+            if flag in OWNED_FLAGS:
+                raise ConfigError(
+                    "engine_args", f"{flag} follows from {OWNED_FLAGS[flag]}: set that instead"
+                )
