@@ -54,33 +54,40 @@ class Cost:
     """Cost to compute a block again, over the time for which it must be kept.
 
     The cost of a block is linear in the tokens before it (attention) with a constant part
-    (everything else), so it rises with the lineage's length. Without an expectation, and
-    when an expected return is overdue, a lineage is expected as much later as it has
-    already waited.
+    (everything else), so it rises with the lineage's length. An overdue lineage is expected
+    as much later as it has already waited; so is one without an expectation, but not before
+    ``unknown_s``, or whoever says nothing would seem to be back sooner than who says when.
 
     Args:
         doubling_blocks: length at which attention costs as much as everything else.
         soonest_s: expectations below this are not told apart.
+        unknown_s: the shortest wait assumed of a lineage without an expectation.
     """
 
     name: ClassVar[str] = "cost"
 
-    def __init__(self, *, doubling_blocks: float = 2048.0, soonest_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        *,
+        doubling_blocks: float = 2048.0,
+        soonest_s: float = 1.0,
+        unknown_s: float = 30.0,
+    ) -> None:
         self._doubling_blocks = doubling_blocks
         self._soonest_s = soonest_s
+        self._unknown_s = unknown_s
 
     def value(self, lineage: Candidate, now_s: float) -> float:
         """Return cost per block and second of keeping."""
         cost = 1.0 + lineage.wanted_blocks / self._doubling_blocks
-        return cost / max(remaining_s(lineage, now_s), self._soonest_s)
+        return cost / max(self._remaining_s(lineage, now_s), self._soonest_s)
 
-
-def remaining_s(lineage: Candidate, now_s: float) -> float:
-    """Return the seconds until a lineage is expected back, never below 0."""
-    expected_at_s = lineage.expected_at_s
-    if expected_at_s is not None and expected_at_s > now_s:
-        return expected_at_s - now_s
-    return max(0.0, now_s - lineage.finished_at_s)
+    def _remaining_s(self, lineage: Candidate, now_s: float) -> float:
+        expected_at_s = lineage.expected_at_s
+        waited_s = now_s - lineage.finished_at_s
+        if expected_at_s is None:
+            return max(self._unknown_s, waited_s)
+        return expected_at_s - now_s if expected_at_s > now_s else waited_s
 
 
 _POLICIES: Final[dict[str, type[Deadline | Cost]]] = {

@@ -1,0 +1,77 @@
+"""What is remembered is bounded."""
+
+from __future__ import annotations
+
+from tests.server.retention.support import admit, call, table, wanted
+from turncache_server.retention.lineages import KNOWN_POOLS
+
+
+def test_the_least_recently_used_session_is_forgotten() -> None:
+    """Its blocks become unwanted, which the next effect reports."""
+    lineages = table(max_sessions=2)
+    call(lineages, "a", "aa", first_block=0)
+    call(lineages, "b", "bb", first_block=10)
+    admit(lineages, "a", "aa")
+    admit(lineages, "c", "cc")
+    assert lineages.stats().sessions == 2
+    assert wanted(lineages) == {0, 1}
+    assert lineages.expire(0).changed == (11, 10)
+    assert lineages.expire(0).changed == ()
+    assert lineages.stats().sessions_forgotten_total == 1
+
+
+def test_sessions_in_flight_are_forgotten_last() -> None:
+    """They are the ones that are certain to be used."""
+    lineages = table(max_sessions=2)
+    admit(lineages, "a", "aa")
+    call(lineages, "b", "bb")
+    admit(lineages, "c", "cc")
+    assert admit(lineages, "a", "aa").new_session is False
+    admit(lineages, "d", "dd")
+    assert lineages.stats().sessions == 2
+
+
+def test_remembered_hashes_are_bounded_in_pools() -> None:
+    """However many sessions never come back."""
+    lineages = table(num_blocks=16)
+    for number in range(100):
+        call(lineages, f"s{number}", f"{number:03}" + "x" * 13, retain_s=0)
+        assert lineages.stats().known_blocks <= KNOWN_POOLS * 16
+    assert lineages.stats().sessions == KNOWN_POOLS
+
+
+def test_nothing_is_left_of_sessions_that_have_ended() -> None:
+    """Neither wants nor charges nor deadlines."""
+    lineages = table()
+    for number in range(50):
+        call(lineages, f"s{number}", f"{number}", first_block=number, tenant="t")
+        call(lineages, f"s{number}", f"{number}x", first_block=number, tenant="t", final=True)
+    stats = lineages.stats()
+    assert (stats.sessions, stats.lineages, stats.known_blocks, stats.wanted_blocks) == (0,) * 4
+    assert lineages.board.charged == {}
+    assert lineages.board.wanting == {}
+    assert len(lineages._deadlines) == 0
+
+
+def test_clearing_wants_nothing_and_remembers_everything() -> None:
+    """Mode off and prefix-cache resets lose blocks, not what was computed."""
+    lineages = table()
+    call(lineages, "s", "abc")
+    call(lineages, "t", "xyz", first_block=10, handover=True)
+    admit(lineages, "s", "abc")
+    assert set(lineages.clear().changed) == {0, 1, 2, 10, 11, 12}
+    assert wanted(lineages) == set()
+    assert lineages.stats().handovers == 0
+    assert admit(lineages, "s", "abcd").known_blocks == 3
+
+
+def test_an_evicted_block_leaves_every_chain() -> None:
+    """It is counted, and a new content of the block is not wanted."""
+    lineages = table()
+    call(lineages, "s", "abc")
+    call(lineages, "t", "abcd")
+    lineages.evicted(2)
+    assert wanted(lineages) == {0, 1, 3}
+    lineages.evicted(7)
+    assert lineages.stats().evicted_wanted_blocks_total == 1
+    assert lineages.stats().wanted_blocks == 3

@@ -1,0 +1,55 @@
+"""What a lineage is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from turncache.errors import ConfigError
+from turncache_server.retention.policy import Cost, Deadline, policy_named
+
+
+@dataclass(frozen=True)
+class Lineage:
+    wanted_blocks: int = 100
+    finished_at_s: float = 0
+    expected_at_s: float | None = None
+    retain_until_s: float = 100
+
+
+def test_deadline_gives_up_first_what_ends_first() -> None:
+    """Whatever it costs."""
+    policy = Deadline()
+    early, late = Lineage(wanted_blocks=9000, retain_until_s=10), Lineage(retain_until_s=20)
+    assert policy.value(early, 5) < policy.value(late, 5)
+
+
+def test_cost_gives_up_first_what_comes_back_last() -> None:
+    """Of equal length."""
+    soon, later = Lineage(expected_at_s=10), Lineage(expected_at_s=100)
+    assert Cost().value(later, 5) < Cost().value(soon, 5)
+
+
+def test_cost_gives_up_first_what_is_cheap_to_compute() -> None:
+    """Of equal expectation: a block deep in a long chain costs more than one in a short."""
+    short = Lineage(wanted_blocks=10, expected_at_s=50)
+    long = Lineage(wanted_blocks=5000, expected_at_s=50)
+    assert Cost().value(short, 5) < Cost().value(long, 5)
+
+
+@pytest.mark.parametrize("expected_at_s", [10.0, None], ids=["overdue", "never expected"])
+def test_who_is_overdue_is_expected_as_much_later_as_it_has_waited(
+    expected_at_s: float | None,
+) -> None:
+    """After 40 s of waiting it is worth as much as one expected in 40 s."""
+    waited = Lineage(expected_at_s=expected_at_s)
+    assert Cost().value(waited, 40) == Cost().value(Lineage(expected_at_s=80), 40)
+
+
+def test_a_policy_is_found_by_its_name() -> None:
+    """An unknown one is refused with those that exist."""
+    assert isinstance(policy_named("cost"), Cost)
+    assert isinstance(policy_named("deadline"), Deadline)
+    with pytest.raises(ConfigError, match="'lru' is unknown, expected one of: cost, deadline"):
+        policy_named("lru")
