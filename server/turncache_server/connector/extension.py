@@ -72,10 +72,10 @@ def guarded(
 
 @dataclass(slots=True)
 class _Call:
-    """A call that this engine is serving."""
+    """A call that this engine is serving; without an admission when the mode is off."""
 
     hints: EngineHints
-    admission: Admission
+    admission: Admission | None
     prompt: int
     local: int = 0
     refused: Reason | None = None
@@ -206,14 +206,16 @@ class Extension:
         """Admit a request; returns its hints when it belongs to a session."""
         self._drain()
         hints = self._hints(request)
-        if hints is None or self.mode is Mode.OFF:
+        if hints is None:
             return None
-        admission = self.table.admit(
-            session=hints.session,
-            tenant=hints.tenant,
-            hashes=list(request.block_hashes),
-            now_s=self._clock(),
-        )
+        admission = None
+        if self.mode is not Mode.OFF:
+            admission = self.table.admit(
+                session=hints.session,
+                tenant=hints.tenant,
+                hashes=list(request.block_hashes),
+                now_s=self._clock(),
+            )
         self._calls[request.request_id] = _Call(
             hints=hints, admission=admission, prompt=request.num_prompt_tokens
         )
@@ -279,16 +281,17 @@ class Extension:
         call = self._calls.pop(request.request_id, None)
         if call is None:
             return
-        now_s = self._clock()
-        if request.status in self._answered:
-            effect = self._keep(call, request, block_ids, now_s)
-        else:
-            effect = self.table.cancel(call.admission, now_s=now_s)
         self.book.finish(call.hints.request, self._record(call, pull))
-        self._apply(effect)
+        if call.admission is None or self.mode is Mode.OFF:
+            return
+        if request.status in self._answered:
+            self._apply(self._keep(call.hints, call.admission, request, block_ids))
+        else:
+            self._apply(self.table.cancel(call.admission, now_s=self._clock()))
 
-    def _keep(self, call: _Call, request: Any, block_ids: list[int], now_s: float) -> Effect:
-        hints = call.hints
+    def _keep(
+        self, hints: EngineHints, admission: Admission, request: Any, block_ids: list[int]
+    ) -> Effect:
         # The last sampled token has no KV, so the block that it fills is not complete.
         complete = min(
             request.num_computed_tokens // self.facts.block_size,
@@ -303,7 +306,7 @@ class Extension:
             )
         ]
         return self.table.finish(
-            call.admission,
+            admission,
             chain,
             retain_s=hints.retain_s,
             expect_s=hints.expect_s,
@@ -311,13 +314,13 @@ class Extension:
             final=hints.final,
             compaction=hints.compaction,
             handover=hints.handover,
-            now_s=now_s,
+            now_s=self._clock(),
         )
 
     def _record(self, call: _Call, pull: Pull | None) -> CallRecord:
         size = self.facts.block_size
         returned = pull.returned_blocks * size if pull is not None else 0
-        known = call.admission.known_blocks
+        known = 0 if call.admission is None else call.admission.known_blocks
         if pull is not None:
             known = max(known, pull.known_blocks)
         # At least the last token is computed by every call, and with it its block.
@@ -335,6 +338,8 @@ class Extension:
         )
 
     def _reason(self, call: _Call, pull: Pull | None, lost: int) -> tuple[Reason, int | None]:
+        if call.admission is None:
+            return Reason.DISABLED, None
         refused = call.refused if pull is None else pull.reason
         if refused is not None and (lost or refused is not Reason.BELOW_THRESHOLD):
             return refused, None
@@ -382,8 +387,6 @@ class Extension:
             return
         logger.info("turncache: mode %s -> %s", self.mode.value, mode.value)
         self.mode = mode
-        if mode is Mode.OFF:
-            self._calls.clear()
         if mode is not Mode.ON:
             self._apply(self.table.clear())
         if self._queue is not None:

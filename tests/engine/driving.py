@@ -1,0 +1,200 @@
+"""Driving a real stack through our own client, and the oracle for its answers."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import time
+import typing
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import turncache
+from turncache import Outcome
+from turncache_server.control.client import ControlClient
+from turncache_server.control.messages import ModeReply, SetMode, Stats, StatsReply
+from turncache_server.launch.stack import Engine, Stack
+
+#: English and code in one: tokens of every kind, the same on every machine.
+TEXT = inspect.getsource(typing) + inspect.getsource(inspect)
+#: In float32, KV that decode computed differs from prefill's by rounding; where the two
+#: best tokens are closer than this, either is right.
+TIE_GAP = 1e-3
+
+_offsets = itertools.count(0, 700)
+
+
+def words(num_chars: int) -> str:
+    """Return text that no earlier call of this process has used."""
+    start = next(_offsets) % 60_000
+    return f"[{uuid.uuid4().hex[:8]}] " + TEXT[start : start + num_chars]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One call's answer.
+
+    Attributes:
+        gaps: difference of the two best log-probabilities at each token.
+    """
+
+    text: str
+    tokens: tuple[str, ...]
+    gaps: tuple[float, ...]
+    outcome: Outcome | None
+
+
+class Driver:
+    """Calls a stack through the drop-in client.
+
+    Args:
+        stack: the stack.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.client = turncache.OpenAI(base_url=f"{stack.base_url}/v1", api_key="-", timeout=120)
+        self.control = ControlClient()
+
+    def call(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        session: str,
+        salt: str,
+        max_tokens: int = 24,
+        stream: bool = True,
+        **extra: Any,
+    ) -> Answer:
+        """Make one call of a session, greedy."""
+        client = self.client.with_session(session)
+        result = client.chat.completions.create(
+            model=self.stack.model,
+            messages=list(messages),  # type: ignore[arg-type]
+            max_tokens=max_tokens,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=2,
+            stream=stream,
+            extra_body={"cache_salt": salt, "ignore_eos": True, **extra},
+        )
+        choices = (
+            [chunk.choices[0] for chunk in result if chunk.choices] if stream else result.choices
+        )
+        found = [
+            lp for choice in choices if choice.logprobs for lp in choice.logprobs.content or []
+        ]
+        return Answer(
+            text="".join(lp.token for lp in found),
+            tokens=tuple(lp.token for lp in found),
+            gaps=tuple(
+                lp.top_logprobs[0].logprob - lp.top_logprobs[1].logprob
+                if len(lp.top_logprobs) > 1
+                else float("inf")
+                for lp in found
+            ),
+            outcome=turncache.outcome(result),
+        )
+
+    def recomputed(self, messages: Sequence[dict[str, Any]], **extra: Any) -> Answer:
+        """Make the same call as a stranger: another session and another salt, nothing reused."""
+        answer = self.call(
+            messages, session=f"ref-{uuid.uuid4().hex}", salt=uuid.uuid4().hex, **extra
+        )
+        assert answer.outcome is not None
+        assert answer.outcome.reused == 0
+        return answer
+
+    def flood(self, num_calls: int = 3, num_chars: int = 6500) -> None:
+        """Let other sessions fill the caches."""
+        for _ in range(num_calls):
+            self.call(
+                [{"role": "user", "content": words(num_chars)}],
+                session=f"flood-{uuid.uuid4().hex}",
+                salt=uuid.uuid4().hex,
+                max_tokens=1,
+            )
+
+    def stats(self, name: str) -> StatsReply:
+        """Ask an engine for its counters and gauges."""
+        return self.control.ask(self.address(name), Stats(), StatsReply, timeout_s=5)
+
+    def set_mode(self, mode: str) -> None:
+        """Switch every engine, and make each step once so that the switch is taken."""
+        for engine in self.stack.engines:
+            assert engine.control_address is not None
+            self.control.ask(engine.control_address, SetMode(mode=mode), ModeReply, timeout_s=5)
+        self.flood(1, 200)
+
+    def address(self, name: str) -> str:
+        """Return the control address of an engine."""
+        address = self.engine(name).control_address
+        assert address is not None
+        return address
+
+    def engine(self, name: str) -> Engine:
+        """Return an engine by name."""
+        return next(engine for engine in self.stack.engines if engine.name == name)
+
+    def post(self, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Post to any URL; returns status and JSON."""
+        request = urllib.request.Request(
+            url, data=json.dumps(body).encode(), headers={"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read() or b"{}")
+
+    def settle(self, name: str, gauge: str, value: float, *, timeout_s: float = 20.0) -> float:
+        """Wait until a gauge has a value, stepping the engine; returns the last reading."""
+        deadline = time.monotonic() + timeout_s
+        reading = self.stats(name).gauges[gauge]
+        while reading != value and time.monotonic() < deadline:
+            time.sleep(0.05)
+            reading = self.stats(name).gauges[gauge]
+        return reading
+
+
+def assert_same(answer: Answer, reference: Answer) -> int:
+    """Check that an answer is the reference's, or leaves it at a tie; returns 1 for a tie."""
+    for index, (mine, theirs) in enumerate(zip(answer.tokens, reference.tokens, strict=False)):
+        if mine != theirs:
+            assert reference.gaps[index] < TIE_GAP, (
+                f"token {index} is {mine!r}, recomputed it is {theirs!r} "
+                f"by a gap of {reference.gaps[index]:.2e}"
+            )
+            return 1
+    assert len(answer.tokens) == len(reference.tokens)
+    return 0
+
+
+def assert_adds_up(outcome: Outcome | None) -> Outcome:
+    """Check that an outcome came and its counts add up."""
+    assert outcome is not None, "no Turncache-Outcome on the answer"
+    assert outcome.local + outcome.returned + outcome.computed == outcome.prompt
+    assert 0 <= outcome.lost <= outcome.computed
+    return outcome
+
+
+def conversation(first_chars: int = 9000) -> list[dict[str, Any]]:
+    """Return a history that ends in a long first question."""
+    return [
+        {"role": "system", "content": "You are an agent."},
+        {"role": "user", "content": words(first_chars)},
+    ]
+
+
+def continued(
+    messages: list[dict[str, Any]], answer: Answer, num_chars: int = 500
+) -> Iterator[dict[str, Any]]:
+    """Yield the history, the answer, and a tool's result."""
+    yield from messages
+    yield {"role": "assistant", "content": answer.text}
+    yield {"role": "tool", "content": words(num_chars), "tool_call_id": "call-1"}

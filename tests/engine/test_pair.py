@@ -1,0 +1,200 @@
+"""The verified pull between prefill and decode, for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import uuid
+
+import openai
+import psutil
+import pytest
+
+from tests.engine.driving import (
+    Answer,
+    Driver,
+    assert_adds_up,
+    assert_same,
+    continued,
+    conversation,
+    words,
+)
+from turncache_server.launch.stack import Stack
+
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def drive(pair: Stack) -> Driver:
+    """A driver of the pair."""
+    return Driver(pair)
+
+
+@pytest.fixture
+def ids() -> tuple[str, str]:
+    """A fresh session id and cache salt."""
+    return f"s-{uuid.uuid4().hex}", uuid.uuid4().hex
+
+
+def test_the_answer_comes_back_to_prefill(drive: Driver, ids: tuple[str, str]) -> None:
+    """With prefill flooded in every wait, a call computes its new tokens and one block."""
+    session, salt = ids
+    messages = conversation(6000)
+    previous_prompt, returned, ties = 0, 0, 0
+    for number in range(6):
+        answer = drive.call(messages, session=session, salt=salt, max_tokens=16)
+        outcome = assert_adds_up(answer.outcome)
+        if number:
+            assert outcome.lost == 0, f"call {number}: {outcome}"
+            assert outcome.computed <= outcome.prompt - previous_prompt + BLOCK
+            returned += outcome.returned
+            ties += assert_same(answer, drive.recomputed(messages, max_tokens=16))
+        previous_prompt = outcome.prompt
+        drive.flood(2)
+        messages = list(continued(messages, answer, 200))
+    assert returned > 2000
+    assert ties <= 1
+
+
+def test_an_edited_history_returns_only_the_common_prefix(
+    drive: Driver, ids: tuple[str, str]
+) -> None:
+    """The stock return path answers from the old text here; ours computes anew."""
+    session, salt = ids
+    messages = conversation()
+    first = drive.call(messages, session=session, salt=salt)
+    drive.flood(3)
+    edited = [
+        messages[0],
+        {"role": "user", "content": words(4000)},
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "And now?"},
+    ]
+    answer = drive.call(edited, session=session, salt=salt)
+    outcome = assert_adds_up(answer.outcome)
+    assert outcome.reused <= BLOCK
+    assert_same(answer, drive.recomputed(edited))
+
+
+def test_a_rewritten_tail_returns_up_to_the_edit(drive: Driver, ids: tuple[str, str]) -> None:
+    """A regenerated answer keeps the prompt before it and nothing after."""
+    session, salt = ids
+    messages = conversation()
+    first = drive.call(messages, session=session, salt=salt)
+    drive.flood(3)
+    other = list(continued(messages, first))
+    other[2] = {"role": "assistant", "content": "A different answer."}
+    answer = drive.call(other, session=session, salt=salt)
+    outcome = assert_adds_up(answer.outcome)
+    assert outcome.reused > 2000
+    assert_same(answer, drive.recomputed(other))
+
+
+def test_forked_and_retried_calls_are_exact(drive: Driver, ids: tuple[str, str]) -> None:
+    """A second reader and a second try get exactly the common prefix."""
+    session, salt = ids
+    messages = conversation()
+    first = drive.call(messages, session=session, salt=salt)
+    drive.flood(3)
+    history = list(continued(messages, first))
+    reference = drive.recomputed(history)
+    for name in (session, session, f"{session}/fork"):
+        answer = drive.call(history, session=name, salt=salt)
+        assert_adds_up(answer.outcome)
+        assert_same(answer, reference)
+
+
+def test_parallel_calls_of_one_session_are_exact(drive: Driver, ids: tuple[str, str]) -> None:
+    """Calls that overlap in one session do not disturb each other."""
+    session, salt = ids
+    messages = conversation(5000)
+    first = drive.call(messages, session=session, salt=salt)
+    histories = [list(continued(messages, first, 300)) for _ in range(3)]
+    answers: dict[int, Answer] = {}
+
+    def run(index: int) -> None:
+        answers[index] = drive.call(histories[index], session=session, salt=salt)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, history in enumerate(histories):
+        assert_same(answers[index], drive.recomputed(history))
+
+
+def test_a_client_that_leaves_leaves_nothing_behind(drive: Driver, ids: tuple[str, str]) -> None:
+    """Streams dropped at any moment free their blocks on both engines."""
+    session, salt = ids
+    messages = conversation(5000)
+    for timeout_s in (0.05, 0.2, 0.6, 1.5):
+        with pytest.raises((openai.APITimeoutError, openai.APIConnectionError)):
+            drive.client.with_options(timeout=timeout_s, max_retries=0).with_session(
+                session
+            ).chat.completions.create(
+                model=drive.stack.model,
+                messages=messages,  # type: ignore[arg-type]
+                max_tokens=400,
+                extra_body={"cache_salt": salt, "ignore_eos": True},
+            )
+    answer = drive.call(messages, session=session, salt=salt)
+    assert_same(answer, drive.recomputed(messages))
+    assert_no_leak(drive)
+
+
+def test_a_frozen_peer_costs_a_recompute(drive: Driver, ids: tuple[str, str]) -> None:
+    """With decode's engine stopped, prefill recomputes and the call waits for decode only."""
+    session, salt = ids
+    messages = conversation(5000)
+    first = drive.call(messages, session=session, salt=salt)
+    drive.flood(2)
+    history = list(continued(messages, first))
+    top = psutil.Process(drive.engine("decode-0").pid)
+    pids = [process.pid for process in (top, *top.children(recursive=True))]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    thaw = threading.Timer(8.0, lambda: [os.kill(pid, signal.SIGCONT) for pid in pids])
+    thaw.start()
+    try:
+        answer = drive.call(history, session=session, salt=salt)
+    finally:
+        thaw.join()
+    outcome = assert_adds_up(answer.outcome)
+    assert outcome.returned == 0
+    assert_same(answer, drive.recomputed(history))
+    again = drive.call(list(continued(history, answer)), session=session, salt=salt)
+    assert_adds_up(again.outcome)
+    assert_no_leak(drive)
+
+
+def test_an_engine_that_dies_is_replaced(drive: Driver, ids: tuple[str, str]) -> None:
+    """A restarted decode engine costs one error or recompute, and the next call works."""
+    session, salt = ids
+    messages = conversation(4000)
+    first = drive.call(messages, session=session, salt=salt)
+    history = list(continued(messages, first))
+    drive.stack.restart("decode-0")
+    try:
+        drive.call(history, session=session, salt=salt)
+    except openai.APIError as error:
+        assert error.message  # noqa: PT017 - an error is allowed, its shape is checked
+    answer = drive.call(history, session=session, salt=salt)
+    assert_same(answer, drive.recomputed(history))
+    follow = list(continued(history, answer))
+    drive.flood(3)
+    last = drive.call(follow, session=session, salt=salt)
+    assert assert_adds_up(last.outcome).returned > 0, "the new engine is found again"
+    assert_same(last, drive.recomputed(follow))
+
+
+def assert_no_leak(drive: Driver) -> None:
+    """Check that every block of both engines is free and nothing is in flight."""
+    for name in ("prefill-0", "decode-0"):
+        assert drive.settle(name, "calls_in_flight", 0) == 0
+        gauges, counters = drive.stats(name).gauges, drive.stats(name).counters
+        assert drive.settle(name, "free_blocks", gauges["blocks"] - 1) == gauges["blocks"] - 1
+        assert counters["pulls_in_flight"] == 0
+        assert counters["abandoned_blocks"] == 0
+        assert gauges["broken"] == 0
