@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+
+from hypothesis import HealthCheck, settings
 
 from turncache_server.retention.lineages import (
     Admission,
@@ -12,6 +15,13 @@ from turncache_server.retention.lineages import (
     LineageTable,
 )
 from turncache_server.retention.policy import Deadline, Policy
+
+#: For the state machines; a campaign sets the variable to a few thousand.
+MACHINE = settings(
+    max_examples=int(os.environ.get("TURNCACHE_TEST_EXAMPLES", "25")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 def hashes(text: str) -> list[bytes]:

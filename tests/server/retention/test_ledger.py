@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.server.retention.support import MACHINE
 from turncache_server.retention.ledger import MAX_STEPS_IN_FLIGHT, Ledger
 
 
@@ -227,3 +228,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = MACHINE
