@@ -155,6 +155,14 @@ class Adviser:
             self._said.add(finding.kind)
             self._logger.warning("session %s: %s", session_id, finding)
 
+    def forget(self) -> None:
+        """Be ready to say everything again."""
+        self._said.clear()
+
+
+#: Speaks for this process.
+ADVISER: Final = Adviser()
+
 
 def _system_findings(shape: Shape, reading: Reading) -> Iterator[Finding]:
     old, new = shape.system, reading.system

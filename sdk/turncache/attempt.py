@@ -36,7 +36,8 @@ class Attempt:
     Attributes:
         call: what becomes its record.
         session: session that it belongs to, or None.
-        options: what upstream's ``request()`` gets instead of the caller's options.
+        options: what upstream's ``request()`` gets instead of the caller's options; let
+            go of when the answer has come, because they lead back here.
         asks_raw: whether the answer comes back raw because we asked for it.
     """
 
@@ -86,7 +87,9 @@ class Attempt:
         """Take what upstream returned: a raw response, a stream, or something else."""
         response = getattr(answer, "http_response", None) or getattr(answer, "response", answer)
         quietly(self._read_headers, getattr(response, "headers", None))
-        RESULTS.put(answer, (self.call, self.session))
+        self.options = None
+        if not self.asks_raw:
+            self.keep(answer)
         if stream:
             STREAMS.put(response, self)
         elif self.call.ended_s is None:
@@ -97,13 +100,13 @@ class Attempt:
         if self.call.boundary is None:
             self._end(quietly(read_answer, result))
 
-    def finished(self, result: R) -> R:
-        """Take what the caller gets for an answer that we parsed, and return it."""
+    def keep(self, result: Any) -> None:
+        """Take what the caller gets: it leads to this call from then on."""
         RESULTS.put(result, (self.call, self.session))
-        return result
 
     def failed(self, error: BaseException) -> None:
         """Take the error that ended the call."""
+        self.options = None
         quietly(self._read_headers, getattr(getattr(error, "response", None), "headers", None))
         self.call.fail(self._clock(), type(error).__name__)
 

@@ -34,7 +34,7 @@ def call(
             cast_to, attempt.options, stream=stream, stream_cls=_watched(stream, stream_cls)
         )
         parse = _taken(attempt, answer, stream)
-        return answer if parse is None else attempt.finished(parse())
+        return answer if parse is None else parse()
     except BaseException as error:
         attempt.failed(error)
         raise
@@ -62,7 +62,7 @@ async def acall(
             return answer
         parsed = parse()
         # Upstream has announced that parse() of async raw responses becomes a coroutine.
-        return attempt.finished(await parsed if inspect.isawaitable(parsed) else parsed)
+        return await parsed if inspect.isawaitable(parsed) else parsed
     except BaseException as error:
         attempt.failed(error)
         raise

@@ -111,7 +111,8 @@ class Memo:
 
     Keeps references to the messages of the latest requests: at most ``max_histories``
     of at most ``max_chars`` together. Comparing them costs a tenth of hashing them,
-    because the strings of a growing history are mostly the same objects.
+    because the strings of a growing history are mostly the same objects. Messages are
+    compared as Python compares values: the order of keys within one does not count.
     """
 
     def __init__(self, *, max_histories: int = 32, max_chars: int = 8_000_000) -> None:
@@ -120,7 +121,6 @@ class Memo:
         self._max_chars = max_chars
         self._histories: OrderedDict[bytes, tuple[Sequence[Any], str, bytes, int]] = OrderedDict()
         self._chars = 0
-        self._tools: OrderedDict[tuple[str, ...], tuple[Any, Tools]] = OrderedDict()
 
     def read(self, messages: Sequence[Any]) -> tuple[str, bytes]:
         """Return kinds and fingerprints of ``messages``."""
@@ -139,20 +139,6 @@ class Memo:
         kinds, prints = kinds + _kinds(new), prints + _fingerprints(new)
         self._keep(head, messages[:], kinds, prints, chars + sum(map(_num_chars, new)))
         return kinds, prints
-
-    def read_tools(self, tools: Any) -> Tools:
-        """Return names and digest of a request's tools."""
-        if not isinstance(tools, (list, tuple)) or not tools:
-            return NO_TOOLS
-        names = tuple(_tool_name(tool) for tool in tools)
-        known = self._tools.get(names)
-        if known is not None and known[0] == tools:
-            return known[1]
-        read = Tools(names, hash(_bytes_of(tools)))
-        while self._tools and len(self._tools) >= self._max_histories:
-            self._tools.popitem(last=False)
-        self._tools[names] = (tools, read)
-        return read
 
     def _keep(
         self, head: bytes, messages: Sequence[Any], kinds: str, prints: bytes, chars: int
@@ -188,7 +174,7 @@ def read_call(body: Mapping[str, Any], memo: Memo) -> Reading:
         kinds=kinds,
         num_system=num_system,
         prints=prints,
-        tools=memo.read_tools(body.get("tools")),
+        tools=read_tools(body.get("tools")),
         # The server keeps the rest of the history: what is here shows the cause only.
         turn=None if previous else turn,
         call=None if previous else call,
@@ -197,6 +183,13 @@ def read_call(body: Mapping[str, Any], memo: Memo) -> Reading:
         previous=previous,
         instructions=instructions,
     )
+
+
+def read_tools(tools: Any) -> Tools:
+    """Return names and digest of a request's tools; the order of keys counts."""
+    if not isinstance(tools, (list, tuple)) or not tools:
+        return NO_TOOLS
+    return Tools(tuple([_tool_name(tool) for tool in tools]), hash(_bytes_of(tools)))
 
 
 def place_in_turn(kinds: str) -> tuple[int, int, Cause]:
@@ -267,7 +260,7 @@ def _kind(message: Any) -> str:
     if not isinstance(message, Mapping):
         return OTHER
     role = message.get("role")
-    if role is not None:
+    if isinstance(role, str):
         return _ROLES.get(role, OTHER)
     item = message.get("type")
     if not isinstance(item, str):

@@ -60,6 +60,11 @@ class Durations:
         while len(self._rows) > MAX_NAMES:
             self._rows.popitem(last=False)
 
+    def forget(self) -> None:
+        """Forget every measurement."""
+        self._rows.clear()
+        self._any = _Row()
+
     def _credited(self, keys: list[str], seconds: float) -> list[str]:
         known = [key for key in keys if key in self._rows]
         unknown = [key for key in keys if key not in self._rows]

@@ -105,22 +105,20 @@ class Follower(Generic[T]):
 
     def _find(self, reading: Reading) -> tuple[int, Cause | None]:
         history = reading.history
+        elsewhere: T | None = None
         for length in islice(reading.points(), _MAX_POINTS_TRIED):
-            known = self._points.get(hash(history[: length * FINGERPRINT_BYTES]))
-            if known is None:
-                continue
-            for key, cause in known:
+            end = length * FINGERPRINT_BYTES
+            for key, cause in self._points.get(hash(history[:end]), ()):
                 line = self._lines[key]
-                if line.model == reading.model and self._same_agent(line, reading, length):
-                    if len(history) == length * FINGERPRINT_BYTES:
+                if line.model != reading.model:
+                    elsewhere = line.owner if elsewhere is None else elsewhere
+                elif self._same_agent(line, reading, length):
+                    if len(history) == end:
                         return key, cause
                     if _goes_on(line.tip, history):
                         return key, None
                     return self._open(reading, line.owner), Cause.FORK
-            others = [key for key, _ in known if self._lines[key].model != reading.model]
-            if others:
-                return self._open(reading, self._lines[others[0]].owner), None
-        return self._open(reading, None), None
+        return self._open(reading, elsewhere), None
 
     @staticmethod
     def _same_agent(line: _Line[T], reading: Reading, length: int) -> bool:

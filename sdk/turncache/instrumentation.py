@@ -29,7 +29,7 @@ def instrument() -> None:
             if upstream not in _patched:
                 request = made(upstream.request)
                 _patched[upstream] = (request, vars(upstream).get("request"))
-                upstream.request = request  # type: ignore[method-assign, assignment]
+                upstream.request = request  # type: ignore[method-assign]
 
 
 def uninstrument() -> None:

@@ -342,6 +342,13 @@ def opaque_id(text: str) -> str:
     return "h-" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def forget_sessions() -> None:
+    """Forget every session of the registry: the same id gives another object then."""
+    with LOCK:
+        _recent.clear()
+        _alive.clear()
+
+
 def _registered(session_id: str) -> Session:
     with LOCK:
         found = _alive.get(session_id) or Session(session_id)

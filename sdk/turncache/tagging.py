@@ -13,7 +13,7 @@ from typing import Any, Final
 from turncache import scope as scopes
 from turncache import wire
 from turncache._lock import LOCK
-from turncache.advice import Adviser, Break, Finding, findings
+from turncache.advice import ADVISER, Break, Finding, findings
 from turncache.attempt import Attempt, quietly
 from turncache.calls import Reading, echoed_calls, read_call
 from turncache.errors import ProtocolError
@@ -39,7 +39,6 @@ LOG: Final = logging.getLogger("turncache")
 #: Calls of a model, by path relative to the base URL; others pass through untouched.
 PATHS: Final = frozenset({"/chat/completions", "/completions", "/responses"})
 _RESPONSES: Final = "/responses"
-_ADVISER: Final = Adviser()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +212,7 @@ def _learn(owner: Session, reading: Reading, now_s: float) -> None:
             found += findings(before, reading)
     for finding in found:
         ledger.note(finding)
-        _ADVISER.say(owner.id, finding)
+        ADVISER.say(owner.id, finding)
 
 
 def _rewritten(reading: Reading, results: Mapping[str, Waiting]) -> list[Finding]:
@@ -242,7 +241,7 @@ def _dress(
     if attempt.asks_raw:
         headers[wire.RAW_HEADER] = "true"
     dressed = wire.with_headers(options, headers) if headers else options
-    return dressed if stream else wire.with_observer(dressed, attempt.parsed)
+    return dressed if stream else wire.with_observer(dressed, attempt.parsed, attempt.keep)
 
 
 def _profile(binding: Binding) -> Profile:

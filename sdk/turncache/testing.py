@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from turncache._fake_forms import Chat, Completions, Form, Reply, Responses
+from turncache.advice import ADVISER
+from turncache.hosts import forget_answers
 from turncache.protocol import (
     CALL_HEADER,
     OUTCOME_HEADER,
@@ -39,6 +42,7 @@ from turncache.protocol import (
     Reason,
     format_dictionary,
 )
+from turncache.sessions import TOOL_DURATIONS, forget_sessions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,19 @@ class Request:
     body: Any
 
 
-__all__ = ["Failure", "FakeServer", "Reply", "Request"]
+__all__ = ["Failure", "FakeServer", "Reply", "Request", "forget_everything"]
+
+
+def forget_everything() -> None:
+    """Forget what the clients of this process have learned, for tests that start afresh.
+
+    That is: sessions by id, how long tools run, which hosts answered with a ``Turncache``
+    header, and what advice was given.
+    """
+    forget_sessions()
+    TOOL_DURATIONS.forget()
+    ADVISER.forget()
+    forget_answers()
 
 
 class FakeServer:
@@ -95,8 +111,7 @@ class FakeServer:
         class Handler(_Handler):
             server_of = owner
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
+        self._http = _Server(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
         )
@@ -174,6 +189,15 @@ class FakeServer:
             plan=Plan.SINGLE,
             reason=reason,
         )
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Let clients leave in the middle of an answer; other errors are shown."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -104,14 +104,22 @@ def with_body(options: Any, tags: CallTags) -> Any:
     return changed
 
 
-def with_observer(options: Any, observe: Callable[[Any], None]) -> Any:
-    """Return options under which ``observe`` sees the answer whenever it is parsed."""
+def with_observer(options: Any, observe: Callable[[Any], None], keep: Callable[[Any], None]) -> Any:
+    """Return options under which the answer is seen whenever it is parsed.
+
+    Args:
+        options: upstream's options.
+        observe: gets the answer as upstream has parsed it.
+        keep: gets what the caller gets, after the caller's own parser.
+    """
     inner = options.post_parser
     parse: Callable[[Any], Any] | None = inner if callable(inner) else None
 
     def post_parser(answer: Any) -> Any:
         observe(answer)
-        return answer if parse is None else parse(answer)
+        result = answer if parse is None else parse(answer)
+        keep(result)
+        return result
 
     changed = copy.copy(options)
     changed.post_parser = post_parser

@@ -1,0 +1,47 @@
+"""Fixtures of the client's tests: one fake server, one client of each kind per module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import turncache
+from turncache.testing import FakeServer, forget_everything
+
+
+@pytest.fixture(autouse=True)
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test starts as a fresh process would, without settings from outside."""
+    for name in ("SESSION_ID", "PROFILE", "HOSTS", "DISABLED", "LOG"):
+        monkeypatch.delenv(f"TURNCACHE_{name}", raising=False)
+    forget_everything()
+    yield
+    forget_everything()
+
+
+@pytest.fixture(scope="module")
+def running_server() -> Iterator[FakeServer]:
+    """Give a server for the module's tests."""
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running_server: FakeServer) -> FakeServer:
+    """Give the server without requests, script and prompts of another test."""
+    running_server.clear()
+    return running_server
+
+
+@pytest.fixture(scope="module")
+def running_client(running_server: FakeServer) -> Iterator[turncache.OpenAI]:
+    """Give a client for the module's tests: making one loads certificates."""
+    with turncache.OpenAI(base_url=running_server.url, api_key="-") as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: FakeServer, running_client: turncache.OpenAI) -> turncache.OpenAI:
+    """Give a client with a family of its own, on the module's connections."""
+    return turncache.OpenAI(base_url=server.url, api_key="-", http_client=running_client._client)

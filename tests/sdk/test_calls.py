@@ -1,0 +1,193 @@
+"""Turn, call and cause from a body, and fingerprints that do not depend on the memo."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.sdk.support import TOOLS, assistant, result, system, user
+from turncache.calls import NO_TOOLS, Memo, echoed_calls, place_in_turn, read_call, read_tools
+from turncache.protocol import Cause
+
+U, T = Cause.USER, Cause.TOOL
+
+
+def read(messages: Any, **more: Any) -> Any:
+    """Read a chat request without memory."""
+    return read_call({"model": "m", "messages": messages, **more}, Memo())
+
+
+CALLS = assistant(None, ("c1", "search"))
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        pytest.param([user()], (1, 1, U), id="first"),
+        pytest.param([system(), user()], (1, 1, U), id="system"),
+        pytest.param([user(), user("and")], (1, 1, U), id="two messages, one turn"),
+        pytest.param([user(), CALLS, result()], (1, 2, T), id="tool result"),
+        pytest.param([user(), CALLS, result(), result("c2")], (1, 2, T), id="two results"),
+        pytest.param([user(), CALLS, result(), CALLS, result("c2")], (1, 3, T), id="second wait"),
+        pytest.param([user(), CALLS, result(), user("look")], (1, 2, T), id="result and note"),
+        pytest.param([user(), CALLS, result(), assistant(), user()], (2, 1, U), id="2nd turn"),
+        pytest.param([assistant("hi"), user()], (1, 1, U), id="greeting first"),
+        pytest.param([user(), assistant("fi")], (1, 1, U), id="asked to go on"),
+        pytest.param([user(), CALLS, result(), CALLS, system()], (1, 2, U), id="reminder"),
+        pytest.param([], (1, 1, U), id="nothing"),
+    ],
+)
+def test_turn_call_and_cause(messages: Any, expected: Any) -> None:
+    """A tool result continues the turn, a user's message starts the next."""
+    reading = read(messages)
+    assert (reading.turn, reading.call, reading.cause) == expected
+
+
+def test_responses_items_read_like_messages() -> None:
+    """Output items are the model's, their outputs are tool results, a string is a user's."""
+    items = [
+        {"role": "user", "content": "hello"},
+        {"type": "reasoning", "id": "r", "summary": []},
+        {"type": "function_call", "call_id": "c1", "name": "search", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "42"},
+    ]
+    reading = read_call({"model": "m", "input": items}, Memo())
+    assert (reading.kinds, reading.turn, reading.call) == ("ummt", 1, 2)
+    assert reading.results == ("c1",)
+    assert list(echoed_calls(reading)) == [(2, "c1", "{}")]
+    text = read_call({"model": "m", "input": "hello"}, Memo())
+    assert text.history == read([user()]).history
+
+
+def test_kept_history_shows_the_cause_only() -> None:
+    """With previous_response_id or a conversation the body does not show turn and call."""
+    for name, value in (("previous_response_id", "r1"), ("conversation", {"id": "r1"})):
+        reading = read_call({"model": "m", "input": "more", name: value}, Memo())
+        assert (reading.previous, reading.turn, reading.call) == ("r1", None, None)
+        assert reading.cause is Cause.USER
+
+
+def test_legacy_completions_show_nothing() -> None:
+    """A prompt is text or tokens: no turn, call or cause is guessed from it."""
+    for prompt in ("hello", [1, 2, 3]):
+        reading = read_call({"model": "m", "prompt": prompt}, Memo())
+        assert (reading.turn, reading.call, reading.cause) == (None, None, None)
+
+
+def test_results_are_those_of_the_last_input() -> None:
+    """Results of earlier waits are not brought again."""
+    reading = read([user(), CALLS, result("c1"), CALLS, result("c2"), result("c3")])
+    assert reading.results == ("c2", "c3")
+
+
+def test_instructions_count_as_a_system_message() -> None:
+    """Instructions are compared like a system prompt, apart from the history."""
+    plain = read_call({"input": "hello"}, Memo())
+    instructed = read_call({"input": "hello", "instructions": "be brief"}, Memo())
+    assert plain.history == instructed.history
+    assert (plain.num_system, instructed.num_system) == (0, 1)
+    assert plain.system != instructed.system
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"role": "assistant", "content": ""},
+        {"role": "assistant"},
+        {"role": "assistant", "content": None, "refusal": None},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": [{"type": "text", "text": ""}]},
+        assistant(None, ("c1", "search")),
+    ],
+    ids=json.dumps,
+)
+def test_every_change_of_a_message_shows(changed: Any) -> None:
+    """Absent, null and empty content render differently, and so differ here."""
+    message = {"role": "assistant", "content": None}
+    assert read([user(), message]).prints != read([user(), changed]).prints
+
+
+def test_key_order_of_a_message_does_not_matter() -> None:
+    """Templates read a message by key: the order of its keys renders the same."""
+    one = {"role": "tool", "tool_call_id": "c1", "content": "42", "name": "search"}
+    other = dict(reversed(one.items()))
+    assert read([one]).prints == read([other]).prints
+
+
+def test_key_order_of_a_tool_matters() -> None:
+    """Templates print a tool's schema as it comes."""
+    one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    tools = [
+        [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        for schema in (one, other)
+    ]
+    first, second = (read_tools(each) for each in tools)
+    assert first.names == second.names == ("f",)
+    assert first.digest != second.digest
+    assert read_tools(json.loads(json.dumps(tools[0]))) == first
+    assert read_tools([]) is read_tools("nonsense") is NO_TOOLS
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+MESSAGES = st.lists(
+    st.one_of(
+        st.sampled_from([user(), system(), result(), CALLS, assistant()]),
+        st.builds(user, st.text(max_size=3)),
+        st.dictionaries(st.sampled_from(["role", "type", "content", "x"]), JSON, max_size=3),
+    ),
+    max_size=9,
+)
+
+
+@given(histories=st.lists(MESSAGES, max_size=5), limit=st.sampled_from([1, 2, 32]))
+def test_the_memo_never_changes_a_reading(histories: list[Any], limit: int) -> None:
+    """Whatever was read before, kinds and fingerprints are those of a fresh reading."""
+    memo = Memo(max_histories=limit, max_chars=40)
+    grown: list[Any] = []
+    for history in histories:
+        grown = [*grown, *history]
+        for messages in (history, grown, json.loads(json.dumps(grown))):
+            assert memo.read(messages) == Memo().read(messages)
+
+
+@given(kinds=st.text("sumto", max_size=30))
+def test_going_on_never_lowers_turn_or_call(kinds: str) -> None:
+    """An answer and its tool result raise the call by one, an answer and a user the turn."""
+    turn, call, _ = place_in_turn(kinds)
+    assert place_in_turn(kinds + "mt") == (turn, call + 1, Cause.TOOL)
+    asked = place_in_turn(kinds + "mu")
+    assert asked[1:] == (1, Cause.USER)
+    assert place_in_turn(kinds + "mumu") == (asked[0] + 1, 1, Cause.USER)
+
+
+def test_old_histories_leave_the_memo() -> None:
+    """The memo holds no more text than it may."""
+    memo = Memo(max_histories=2, max_chars=1000)
+    for number in range(9):
+        memo.read([user(f"{number}"), assistant(), user(), user("x" * 300)])
+        assert len(memo._histories) <= 2
+        assert memo._chars <= 1000
+    memo.read([user("big"), assistant(), user(), user("x" * 5000)])
+    assert memo._chars == 0
+
+
+def test_tools_are_named_in_order() -> None:
+    """Names come from chat, responses and built-in tools."""
+    tools = [*TOOLS, {"type": "function", "name": "flat"}, {"type": "web_search"}, None]
+    assert read_tools(tools).names == (
+        "search",
+        "run_tests",
+        "flat",
+        "web_search",
+        "",
+    )
