@@ -1,0 +1,71 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Everything they need is installed by this file from pinned lists.
+
+PY      := .venv/bin/python
+ENGINE  := build/engine-venv/bin/python
+SOURCES := sdk server integrations tests requirements
+# Recipes must fail with the command, not with the pipe behind it.
+SHELL   := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# Runs a tier and says how long it took.
+timed = @start=$$SECONDS; echo "== $(1)"; $(2); echo "== $(1): $$(( (SECONDS - start) / 60 )) min $$(( (SECONDS - start) % 60 )) s"
+
+.PHONY: help
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: ## make .venv: linters, type checker, fast tests
+	@python3 requirements/setup_env.py dev
+
+.PHONY: setup-engine
+setup-engine: ## make build/engine-venv: real vLLM for the CPU, NIXL (3.7 GB)
+	@python3 requirements/setup_env.py engine
+
+.PHONY: models
+models: setup-engine ## build the two small models into the cache folder
+	@$(ENGINE) -m turncache_server.launch.models tiny smollm2
+
+.PHONY: demo
+demo: models ## run the main job on real engines and show what it brings (DEMO="--quick")
+	@$(ENGINE) -m turncache_tools demo $(DEMO)
+
+.PHONY: lint
+lint: setup ## ruff, formatting, types, import contracts
+	@.venv/bin/ruff check $(SOURCES)
+	@.venv/bin/ruff format --check --quiet $(SOURCES)
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports --no-cache | tail -n 3
+
+.PHONY: test-fast
+test-fast: setup ## fast tests: no engine
+	$(call timed,fast tier,$(PY) -m pytest -q -m "not scheduler and not engine" tests)
+
+.PHONY: test-scheduler
+test-scheduler: setup-engine ## vLLM's real scheduler, no model
+	$(call timed,scheduler tier,$(ENGINE) -m pytest -q -m scheduler tests/scheduler)
+
+.PHONY: test-engine
+test-engine: models ## real engines, one stack at a time
+	$(call timed,engine tier,$(ENGINE) -m pytest -q -m engine tests)
+
+.PHONY: test-openai
+test-openai: setup ## the client on several versions of openai
+	$(call timed,openai versions,$(PY) -m tests.contract.openai_versions)
+
+.PHONY: test
+test: lint test-fast test-scheduler test-engine ## everything that CI runs
+
+.PHONY: perf-engine
+perf-engine: setup-engine ## time the free queue against vLLM's own
+	@$(ENGINE) tests/perf/bench_free_queue.py
+
+.PHONY: perf-client
+perf-client: setup ## time the client against the stock one
+	@$(PY) tests/perf/bench_client.py
+
+.PHONY: clean
+clean: ## remove what was built here; the cache of models stays
+	@rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
