@@ -79,6 +79,9 @@ class _Call:
     prompt: int
     local: int = 0
     refused: Reason | None = None
+    # As of the first admission. What a preempted call reuses when it comes back is not
+    # added: its prompt would be counted twice.
+    record: CallRecord | None = None
 
 
 class Extension:
@@ -156,13 +159,17 @@ class Extension:
         self._pool = pool
         self._block_map = pool.cached_block_hash_to_block
         self._stock_queue_type = type(pool.free_block_queue)
-        self._queue = FreeQueue.adopt(
-            pool.free_block_queue,
-            num_blocks=self.facts.num_blocks,
-            ledger=self.ledger,
-            table=self.table,
-            before_choice=self._before_choice,
-        )
+        try:
+            self._queue = FreeQueue.adopt(
+                pool.free_block_queue,
+                num_blocks=self.facts.num_blocks,
+                ledger=self.ledger,
+                table=self.table,
+                before_choice=self._before_choice,
+            )
+        except ValueError as error:
+            self.break_off(f"the pool's queue cannot be taken over: {error}")
+            return
         self._queue.retaining = self.mode is Mode.ON
         pool.free_block_queue = self._queue
         self.source = Source(
@@ -226,9 +233,9 @@ class Extension:
         extra = getattr(params, "extra_args", None) or {}
         hints = EngineHints.from_xargs(extra, trusted=self.settings.trust_hints)
         if hints is None and request.session_id:
-            # A client that only sends a session id, which vLLM reads itself.
+            # A client that sends the session id where vLLM reads it itself.
             hints = EngineHints.from_xargs(
-                {"tc_session": request.session_id}, trusted=self.settings.trust_hints
+                {**extra, "tc_session": request.session_id}, trusted=self.settings.trust_hints
             )
         return hints
 
@@ -251,7 +258,8 @@ class Extension:
         """Put the record of a request that is about to be computed."""
         call = self._calls.get(request.request_id)
         if call is not None and request.num_preemptions == 0:
-            self.book.put(call.hints.request, self._record(call, pull))
+            call.record = self._record(call, pull)
+            self.book.put(call.hints.request, call.record)
 
     @guarded
     def step_scheduled(self, scheduler_output: Any) -> None:
@@ -264,6 +272,16 @@ class Extension:
     def loads_failed(self, request_ids: set[str]) -> None:
         """Remember whose loads failed: their step marks nothing."""
         self._failed_loads |= request_ids
+
+    @guarded
+    def blocks_invalid(self, block_ids: set[int]) -> None:
+        """Remember who computed on blocks that a sibling connector failed to load."""
+        self._failed_loads |= self._tracker.users(block_ids)
+
+    @guarded
+    def blocks_loaded(self, block_ids: list[int]) -> None:
+        """Hear which pulled blocks their source has confirmed."""
+        self.ledger.loaded(block_ids)
 
     @guarded
     def step_processed(self) -> None:
@@ -281,7 +299,7 @@ class Extension:
         call = self._calls.pop(request.request_id, None)
         if call is None:
             return
-        self.book.finish(call.hints.request, self._record(call, pull))
+        self.book.finish(call.hints.request, call.record or self._record(call, pull))
         if call.admission is None or self.mode is Mode.OFF:
             return
         if request.status in self._answered:
@@ -353,9 +371,9 @@ class Extension:
 
     # --- inside ----------------------------------------------------------------------------
 
+    @guarded
     def _before_choice(self) -> None:
-        if self.broken is None:
-            self._drain()
+        self._drain()
 
     def _drain(self) -> None:
         for command in self.mailbox.drain():

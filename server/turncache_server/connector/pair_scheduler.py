@@ -8,11 +8,13 @@ stock class is the side channel that serves NIXL handshakes.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
     NixlBaseConnectorScheduler,
@@ -35,6 +37,37 @@ logger = logging.getLogger(__name__)
 ASK_TIMEOUT_S: Final = 0.5
 #: Share of the pool that abandoned reads may withhold before nothing more is pulled.
 ABANDONED_SHARE: Final = 0.05
+
+
+_NO_TOKENS: Final[tuple[int | None, bool]] = (0, False)
+_NO_DELAY: Final[tuple[bool, dict[str, Any] | None]] = (False, None)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _harmless(
+    otherwise: T,
+) -> Callable[
+    [Callable[Concatenate[PairScheduler, P], T]], Callable[Concatenate[PairScheduler, P], T]
+]:
+    """Make a hook answer ``otherwise`` when it fails, and switch the extension off."""
+
+    def wrap(
+        hook: Callable[Concatenate[PairScheduler, P], T],
+    ) -> Callable[Concatenate[PairScheduler, P], T]:
+        @functools.wraps(hook)
+        def run(self: PairScheduler, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:
+                logger.exception("turncache: hook %s failed", hook.__name__)
+                self.extension.break_off(f"{hook.__name__} failed: {error!r}")
+                return otherwise
+
+        return run
+
+    return wrap
 
 
 @dataclass(slots=True)
@@ -119,6 +152,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
 
     # --- arrival and admission -----------------------------------------------------------------
 
+    @_harmless(None)
     def on_new_request(self, request: Any) -> None:
         """Admit a request, and peek at the engine that its hints name."""
         # Whatever a client sends here could steer NIXL: it is dropped before vLLM reads it.
@@ -156,6 +190,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
         withheld = sum(len(a.blocks) for reads in self._abandoned.values() for a in reads)
         return withheld > ABANDONED_SHARE * self._facts.num_blocks
 
+    @_harmless(_NO_TOKENS)
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -231,19 +266,27 @@ class PairScheduler(NixlBaseConnectorScheduler):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Hold finished reads for their verification, and hand verified ones back."""
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
-            self._take_report(report)
         finished = set(connector_output.finished_recving or ())
         failed = set(connector_output.failed_recving or ())
         if failed:
             self.extension.loads_failed(failed)
-        back = self._pulls.completed(
-            finished, failed, self._pool.cached_block_hash_to_block, time.monotonic()
-        )
-        if back.loaded_blocks:
-            self.totals["pulled_blocks"] += len(back.loaded_blocks)
-            self.extension.ledger.loaded(back.loaded_blocks)
+        if connector_output.invalid_block_ids:
+            self.extension.blocks_invalid(set(connector_output.invalid_block_ids))
+        report = connector_output.kv_connector_worker_meta
+        try:
+            if isinstance(report, WorkerReport):
+                self._take_report(report)
+            back = self._pulls.completed(
+                finished, failed, self._pool.cached_block_hash_to_block, time.monotonic()
+            )
+        except Exception as error:
+            logger.exception("turncache: hook update_connector_output failed")
+            self.extension.break_off(f"update_connector_output failed: {error!r}")
+            self._pulls.fail_unverified(finished, failed)
+            connector_output.finished_recving = (finished & failed) or None
+            return
+        self.extension.blocks_loaded(back.loaded_blocks)
+        self.totals["pulled_blocks"] += len(back.loaded_blocks)
         self.totals["pulls_verified"] += len(back.add)
         self.totals["pulls_failed"] += len(failed)
         connector_output.finished_recving = ((finished - back.hold) | back.add) or None
@@ -279,6 +322,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
         """Mark what the oldest step has written (``take_events``)."""
         self.extension.step_processed()
 
+    @_harmless(_NO_DELAY)
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Keep the call's blocks wanted; never delay their freeing."""
         pull = self._pulls.ended(request.request_id)

@@ -104,8 +104,12 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Remember failed loads of sibling connectors: their step marks nothing."""
-        if self._extension is not None and connector_output.failed_recving:
+        if self._extension is None:
+            return
+        if connector_output.failed_recving:
             self._extension.loads_failed(set(connector_output.failed_recving))
+        if connector_output.invalid_block_ids:
+            self._extension.blocks_invalid(set(connector_output.invalid_block_ids))
 
     def request_finished(
         self, request: Any, block_ids: list[int]

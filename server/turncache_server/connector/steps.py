@@ -6,6 +6,7 @@ step would cost its length, so the tables are kept here and only appended to.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 
@@ -47,6 +48,14 @@ class StepTracker:
             if request_id not in scheduled:
                 self._tables.pop(request_id, None)
         return out
+
+    def users(self, block_ids: Collection[int]) -> set[str]:
+        """Return the requests that have any of these blocks in their table."""
+        return {
+            request_id
+            for request_id, table in self._tables.items()
+            if not set(block_ids).isdisjoint(table)
+        }
 
     def _add(
         self, out: list[tuple[str, int, bool]], request_id: str, start: int, count: int
