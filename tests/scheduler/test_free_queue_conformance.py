@@ -251,7 +251,7 @@ class TestPoolPair(PoolPair.TestCase):  # type: ignore[name-defined,misc]
     """vLLM's pool behaves the same with either queue."""
 
     settings = settings(
-        max_examples=int(os.environ.get("TURNCACHE_TEST_EXAMPLES", "20")),
+        max_examples=int(os.environ.get("TURNCACHE_TEST_EXAMPLES", "100")),
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )

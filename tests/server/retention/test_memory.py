@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.server.retention.support import admit, call, table, wanted
+from tests.server.retention.support import admit, call, chain, finish, table, wanted
 from turncache_server.retention.lineages import KNOWN_POOLS
 
 
@@ -75,3 +75,29 @@ def test_an_evicted_block_leaves_every_chain() -> None:
     lineages.evicted(7)
     assert lineages.stats().evicted_wanted_blocks_total == 1
     assert lineages.stats().wanted_blocks == 3
+
+
+def test_a_want_of_overwritten_content_is_swept_out() -> None:
+    """A block that was written again has another epoch, of which nobody was told."""
+    lineages = table()
+    call(lineages, "s", "abc")
+    rewritten = [*chain("abc")[:2], chain("abZ", epoch=2)[2]]
+    finish(lineages, admit(lineages, "t", "abZ"), rewritten)
+    assert wanted(lineages, epoch=1) == {0, 1}
+    assert wanted(lineages, epoch=2) == {2}
+    assert lineages.stats().wanted_blocks == 3
+    call(lineages, "t", "abZ", final=True)
+    assert wanted(lineages) == {0, 1}
+    assert wanted(lineages, epoch=2) == set()
+    assert lineages.stats().wanted_blocks == 2
+    lineages.expire(1e6)
+    assert lineages.board.wanting == {}
+
+
+def test_a_chain_at_an_older_epoch_wants_nothing_of_a_newer_content() -> None:
+    """The call's block was taken and written by another before its end was told."""
+    lineages = table()
+    call(lineages, "s", "ab")
+    finish(lineages, admit(lineages, "t", "xy"), chain("xy", epoch=0))
+    assert wanted(lineages) == {0, 1}
+    assert wanted(lineages, epoch=0) == set()
