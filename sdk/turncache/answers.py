@@ -6,7 +6,7 @@ or odd reads as unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,9 +62,12 @@ def read_answer(answer: Any) -> Ending:
     """Read a chat completion, a response, or a completion; objects and mappings alike."""
     prompt, cached = _usage(_get(answer, "usage"))
     answer_id = _get(answer, "id")
-    boundary, tools, failed = (
-        _read_choices(answer) if _get(answer, "output") is None else _read_output(answer)
-    )
+    choices = _get(answer, "choices")
+    if isinstance(choices, (list, tuple)):
+        boundary, tools = _read_choices(choices)
+        failed = None
+    else:
+        boundary, tools, failed = _read_output(answer)
     return Ending(
         boundary=boundary,
         tools=tools,
@@ -158,9 +161,8 @@ class ChunkReader:
 
 
 def _get(value: Any, name: str) -> Any:
-    if isinstance(value, Mapping):
-        return value.get(name)
-    return getattr(value, name, None)
+    # A missing attribute of a model object costs a microsecond: ask for likely ones first.
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
 
 
 def _generated(delta: Any) -> bool:
@@ -182,27 +184,25 @@ def _boundary(finish: Iterable[Any], tools: tuple[ToolCall, ...]) -> Boundary | 
     return Boundary.USER
 
 
-def _read_choices(answer: Any) -> tuple[Boundary | None, tuple[ToolCall, ...], str | None]:
-    choices = _get(answer, "choices")
-    if not isinstance(choices, (list, tuple)):
-        return None, (), None
+def _read_choices(choices: Sequence[Any]) -> tuple[Boundary | None, tuple[ToolCall, ...]]:
     found: list[ToolCall] = []
     for choice in choices:
         for item in _get(_get(choice, "message"), "tool_calls") or ():
             inner = _get(item, "function") or _get(item, "custom")
             found.extend(_tool_call(_get(item, "id"), inner))
     boundary = _boundary([_get(choice, "finish_reason") for choice in choices], tuple(found))
-    return boundary, tuple(found) if boundary is Boundary.TOOL else (), None
+    return boundary, tuple(found) if boundary is Boundary.TOOL else ()
 
 
 def _read_output(answer: Any) -> tuple[Boundary | None, tuple[ToolCall, ...], str | None]:
     status = _get(answer, "status")
+    output = _get(answer, "output")
     if status in ("failed", "cancelled"):
         return None, (), str(status)
-    if status in ("in_progress", "queued"):
+    if status in ("in_progress", "queued") or not isinstance(output, (list, tuple)):
         return None, (), None
     found: list[ToolCall] = []
-    for item in _get(answer, "output") or ():
+    for item in output:
         kind = _get(item, "type")
         if kind in _CALLERS_ITEMS:
             call_id = _get(item, "call_id") or _get(item, "id")
@@ -235,7 +235,9 @@ def _usage(usage: Any) -> tuple[int | None, int | None]:
     prompt = _get(usage, "prompt_tokens")
     if prompt is None:
         prompt = _get(usage, "input_tokens")
-    details = _get(usage, "prompt_tokens_details") or _get(usage, "input_tokens_details")
+        details = _get(usage, "input_tokens_details")
+    else:
+        details = _get(usage, "prompt_tokens_details")
     cached = _get(details, "cached_tokens")
     return _count(prompt), _count(cached)
 

@@ -14,6 +14,7 @@ of a dictionary does not, because unknown members are ignored.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -373,18 +374,11 @@ class CallTags:
 
     def to_headers(self) -> dict[str, str]:
         """Encode as request headers."""
-        members: dict[str, Item] = {"v": PROTOCOL_VERSION}
-        if self.turn is not None:
-            members["turn"] = self.turn
-        if self.call is not None:
-            members["call"] = self.call
-        if self.cause is not None:
-            members["cause"] = self.cause.value
-        members["retain"] = "auto" if self.retain_s is None else float(self.retain_s)
-        members["priority"] = self.priority
         headers = {
             SESSION_HEADER: check_session_id(self.session_id),
-            CALL_HEADER: format_dictionary(members, header=CALL_HEADER),
+            CALL_HEADER: _format_call(
+                self.turn, self.call, self.cause, self.retain_s, self.priority
+            ),
         }
         if self.parent_id is not None:
             headers[PARENT_HEADER] = check_session_id(self.parent_id, field_name=PARENT_HEADER)
@@ -393,6 +387,27 @@ class CallTags:
         if tools := format_tools(self.tools):
             headers[TOOLS_HEADER] = tools
         return headers
+
+
+# The same few combinations come again with every call of every session.
+@functools.lru_cache(maxsize=4096)
+def _format_call(
+    turn: int | None,
+    call: int | None,
+    cause: Cause | None,
+    retain_s: float | None,
+    priority: int,
+) -> str:
+    members: dict[str, Item] = {"v": PROTOCOL_VERSION}
+    if turn is not None:
+        members["turn"] = turn
+    if call is not None:
+        members["call"] = call
+    if cause is not None:
+        members["cause"] = cause.value
+    members["retain"] = "auto" if retain_s is None else float(retain_s)
+    members["priority"] = priority
+    return format_dictionary(members, header=CALL_HEADER)
 
 
 def tags_from_headers(headers: Mapping[str, str], identity: Identity) -> CallTags:

@@ -108,11 +108,14 @@ def _begin(
     attempt.asks_raw = (
         not stream and told is not Audience.NEVER and wire.can_ask_raw(cast_to, explicit)
     )
-    attempt.options = _dress(
-        options, entry.tags if told is Audience.TOLD else None, explicit, attempt, stream
+    tags = entry.tags if told is Audience.TOLD else None
+    in_body = tags is not None and _profile(binding) is Profile.VLLM
+    attempt.options = wire.dress(
+        options,
+        headers=_headers(tags, explicit, raw=attempt.asks_raw),
+        extra_json=wire.body_members(options, tags) if tags is not None and in_body else None,
+        post_parser=None if stream else wire.observer(options, attempt.parsed, attempt.keep),
     )
-    if told is Audience.TOLD and entry.tags is not None and _profile(binding) is Profile.VLLM:
-        attempt.options = wire.with_body(attempt.options, entry.tags)
     return attempt
 
 
@@ -226,22 +229,16 @@ def _rewritten(reading: Reading, results: Mapping[str, Waiting]) -> list[Finding
     return []
 
 
-def _dress(
-    options: Any,
-    tags: CallTags | None,
-    explicit: Mapping[str, Any],
-    attempt: Attempt,
-    stream: bool,
-) -> Any:
-    """Return options with the headers of ``tags`` that the caller has not given itself."""
+def _headers(tags: CallTags | None, explicit: Mapping[str, Any], *, raw: bool) -> dict[str, str]:
+    """Return the headers to add: those of ``tags`` that the caller has not given itself."""
     headers = {} if tags is None else tags.to_headers()
-    headers = {name: value for name, value in headers.items() if name.lower() not in explicit}
+    if explicit:
+        headers = {name: value for name, value in headers.items() if name.lower() not in explicit}
     if tags is not None and LOG.isEnabledFor(logging.DEBUG):
         LOG.debug("session %s: %s", tags.session_id, headers.get(CALL_HEADER))
-    if attempt.asks_raw:
+    if raw:
         headers[wire.RAW_HEADER] = "true"
-    dressed = wire.with_headers(options, headers) if headers else options
-    return dressed if stream else wire.with_observer(dressed, attempt.parsed, attempt.keep)
+    return headers
 
 
 def _profile(binding: Binding) -> Profile:

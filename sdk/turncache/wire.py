@@ -70,19 +70,38 @@ def can_ask_raw(cast_to: Any, explicit: Mapping[str, Any]) -> bool:
     )
 
 
-def with_headers(options: Any, headers: Mapping[str, str]) -> Any:
-    """Return options that send ``headers`` too."""
-    changed = copy.copy(options)
-    given = options.headers
-    changed.headers = {**headers, **given} if isinstance(given, Mapping) else dict(headers)
-    return changed
+def dress(
+    options: Any,
+    *,
+    headers: Mapping[str, str],
+    extra_json: Mapping[str, Any] | None = None,
+    post_parser: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return a copy of upstream's options with what is ours.
+
+    Args:
+        options: upstream's options.
+        headers: sent in addition to the caller's.
+        extra_json: replaces the members that are added to the body, None to leave them.
+        post_parser: replaces what is called with the parsed answer, None to leave it.
+    """
+    dressed = copy.copy(options)
+    if headers:
+        given = options.headers
+        dressed.headers = {**headers, **given} if isinstance(given, Mapping) else headers
+    if extra_json is not None:
+        dressed.extra_json = extra_json
+    if post_parser is not None:
+        dressed.post_parser = post_parser
+    return dressed
 
 
-def with_body(options: Any, tags: CallTags) -> Any:
-    """Return options that say the same in the body, for routers that drop headers.
+def body_members(options: Any, tags: CallTags) -> dict[str, Any]:
+    """Return ``extra_json`` that says in the body what the headers say.
 
-    Only what an engine reads has a place there: the session, its parent, retention,
-    priority, and the marks for the last call and for a compaction.
+    For routers that drop headers. Only what an engine reads has a place there: the
+    session, its parent, retention, priority, and the marks for the last call and for a
+    compaction.
     """
     hints = EngineHints(
         session=tags.session_id,
@@ -94,21 +113,20 @@ def with_body(options: Any, tags: CallTags) -> Any:
     )
     given: Mapping[str, Any] = {**options.json_data, **(options.extra_json or {})}
     xargs = given.get("vllm_xargs")
-    changed = copy.copy(options)
-    changed.extra_json = {
-        "session_id": tags.session_id,
-        **{name: given[name] for name in ("session_id",) if name in given},
+    return {
         **(options.extra_json or {}),
+        "session_id": given.get("session_id", tags.session_id),
         "vllm_xargs": {**hints.to_xargs(), **(xargs if isinstance(xargs, Mapping) else {})},
     }
-    return changed
 
 
-def with_observer(options: Any, observe: Callable[[Any], None], keep: Callable[[Any], None]) -> Any:
-    """Return options under which the answer is seen whenever it is parsed.
+def observer(
+    options: Any, observe: Callable[[Any], None], keep: Callable[[Any], None]
+) -> Callable[[Any], Any]:
+    """Return a parser for the options under which every parsed answer is seen.
 
     Args:
-        options: upstream's options.
+        options: upstream's options, with the caller's own parser if there is one.
         observe: gets the answer as upstream has parsed it.
         keep: gets what the caller gets, after the caller's own parser.
     """
@@ -121,6 +139,4 @@ def with_observer(options: Any, observe: Callable[[Any], None], keep: Callable[[
         keep(result)
         return result
 
-    changed = copy.copy(options)
-    changed.post_parser = post_parser
-    return changed
+    return post_parser
