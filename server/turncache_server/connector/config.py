@@ -7,7 +7,6 @@ configuration objects.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -21,6 +20,8 @@ from turncache_server.control.server import check_loopback
 SECTION: Final = "turncache"
 POLICIES: Final = ("cost", "deadline")
 DEFAULT_RECOMPUTE_THRESHOLD: Final = 64
+#: Some thirty years: a setting above it is a mistake, or no finite number.
+_LONGEST_S: Final = 1e9
 
 
 class Side(enum.StrEnum):
@@ -131,19 +132,14 @@ class _Reader:
         return value
 
     def seconds(self, name: str, default: float) -> float:
-        return self._number(name, default, high=math.inf, what="seconds from 0")
+        return self._number(name, default, high=_LONGEST_S, what="seconds from 0")
 
     def share(self, name: str, default: float) -> float:
         return self._number(name, default, high=1.0, what="a share from 0 to 1")
 
     def _number(self, name: str, default: float, *, high: float, what: str) -> float:
         value = self._section.get(name, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not 0 <= value <= high
-            or not math.isfinite(value)
-        ):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:
             raise ConfigError(f"{SECTION}.{name}", f"{value!r}: expected {what}")
         return float(value)
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-_SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 4096
+_FEWEST_SAMPLES: Final = 64
+_STRIDE_BYTES: Final = 8 * 1024 * 1024
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".gguf")
 #: Members of a model configuration that say where it came from, not what it computes.
 _NOT_CONTENT: Final = ("_name_or_path", "transformers_version", "name_or_path")
@@ -35,11 +36,12 @@ def config_digest(config: dict[str, Any]) -> str:
 
 
 def weights_digest(folder: Path) -> str:
-    """Return a digest of a model folder's weight files: names, sizes and 64 samples of each.
+    """Return a digest of a model folder's weight files: names, sizes and samples of each.
 
-    Samples of 4 KiB spread over a file tell two checkpoints apart in milliseconds; reading
-    hundreds of gigabytes at start would not be paid by anybody. ``absent`` when the folder
-    holds no weight files.
+    Samples of 4 KiB, at least 64 of each file and one in every 8 MiB, so that two
+    checkpoints of one shape differ when any 8 MiB in a row do: a fine-tune of a single
+    layer is seen. Reading hundreds of gigabytes at start would not be paid by anybody.
+    ``absent`` when the folder holds no weight files.
     """
     files = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
     if not files:
@@ -51,9 +53,11 @@ def _file_parts(path: Path) -> Iterable[bytes]:
     size = path.stat().st_size
     yield path.name.encode()
     yield str(size).encode()
+    last = max(0, size - _SAMPLE_BYTES)
+    steps = max(_FEWEST_SAMPLES - 1, -(-last // (_STRIDE_BYTES - _SAMPLE_BYTES)))
     with path.open("rb") as file:
-        for index in range(_SAMPLES):
-            file.seek(max(0, size - _SAMPLE_BYTES) * index // max(1, _SAMPLES - 1))
+        for index in range(steps + 1):
+            file.seek(last * index // steps)
             yield file.read(_SAMPLE_BYTES)
 
 
