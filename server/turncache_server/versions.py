@@ -50,6 +50,6 @@ def support_of(version: str) -> Support:
     return Support.TESTED if final and minor in TESTED else Support.UNTESTED
 
 
-def tested_versions() -> str:
+def name_tested_versions() -> str:
     """Return the tested versions for a message, such as ``0.32.x``."""
     return ", ".join(f"{major}.{minor}.x" for major, minor in sorted(TESTED))

@@ -17,8 +17,8 @@ from turncache_server.launch.processes import Supervised
 from turncache_server.launch.profiles import SERVER_MODULE, EngineLaunch
 from turncache_server.launch.spec import Side
 
-_POLL_S: Final = 0.1
-_HEALTH_INTERVAL_S: Final = 0.5
+_POLL_S: Final = 0.05
+_HEALTH_INTERVAL_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Engine:
     """A running engine.
 
     Attributes:
-        name: such as ``prefill-0``; also its engine id.
+        name: such as ``prefill-0``.
         side: ``prefill``, ``decode`` or ``single``.
         url: base URL of its HTTP server.
         control_address: of its control socket, None for stock engines.
@@ -80,7 +80,7 @@ class Part:
         pin_tree(self.process.pid, self.cores)
 
 
-def start_engine(launch: EngineLaunch, *, python: str, log_dir: Path) -> Part:
+def start_engine(launch: EngineLaunch, *, python: str, log_dir: Path, grace_s: float) -> Part:
     """Start an engine; it is not ready yet.
 
     Raises:
@@ -91,6 +91,7 @@ def start_engine(launch: EngineLaunch, *, python: str, log_dir: Path) -> Part:
         [python, "-m", SERVER_MODULE, *launch.arguments],
         environment=merge_environment(os.environ, launch.environment),
         log_path=log_dir / f"{launch.name}.log",
+        grace_s=grace_s,
     )
     return Part(process=process, url=launch.url, cores=launch.cores)
 

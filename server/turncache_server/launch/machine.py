@@ -156,13 +156,20 @@ def port_user(port: int) -> str | None:
     if not inodes:
         return None
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError):
-            links = {str(link.readlink()) for link in (entry / "fd").iterdir()}
-            if links & inodes:
+        if entry.name.isdigit() and inodes & _open_files(entry):
+            with suppress(OSError):
                 return f"{(entry / 'comm').read_text().strip()}, process {entry.name}"
     return None
+
+
+def _open_files(process: Path) -> set[str]:
+    """Return where the descriptors of a process point, as far as this user may see them."""
+    links: set[str] = set()
+    with suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):  # closed while we looked
+                links.add(str(link.readlink()))
+    return links
 
 
 def _listening_inodes(port: int) -> set[str]:

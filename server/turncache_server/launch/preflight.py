@@ -26,7 +26,7 @@ from turncache_server.launch.profiles import (
 )
 from turncache_server.launch.spec import StackSpec
 from turncache_server.launch.transfer import settings_as_extra
-from turncache_server.versions import OLDEST, Support, support_of, tested_versions
+from turncache_server.versions import OLDEST, Support, name_tested_versions, support_of
 
 _GIB: Final = 2**30
 #: Resident memory of a CPU engine without weights and KV (vLLM 0.32, two processes).
@@ -52,7 +52,7 @@ def check_environment(spec: StackSpec, environment: EngineEnvironment) -> list[s
     if support is Support.TOO_OLD and spec.is_ours:
         raise EnvironmentFault(
             f"vLLM {version} is too old: {OLDEST[0]}.{OLDEST[1]} or newer is needed "
-            f"(tested: {tested_versions()})"
+            f"(tested: {name_tested_versions()})"
         )
     if spec.is_ours and not environment.turncache:
         raise EnvironmentFault(
@@ -69,9 +69,10 @@ def check_environment(spec: StackSpec, environment: EngineEnvironment) -> list[s
     notes: list[str] = []
     if spec.is_ours and support is Support.UNTESTED:
         mode = effective_mode(spec, version)
+        hint = "; allow_untested_vllm=true lets it act" if mode == "observe" else ""
         notes.append(
-            f"vLLM {version} is untested (tested: {tested_versions()}): starting in mode {mode}"
-            + ("" if mode != "observe" else "; allow_untested_vllm=true lets it act")
+            f"vLLM {version} is untested (tested: {name_tested_versions()}): "
+            f"starting in mode {mode}{hint}"
         )
     return notes
 

@@ -49,12 +49,11 @@ class Supervised:
         *,
         environment: Mapping[str, str],
         log_path: Path,
-        grace_s: float = supervise.DEFAULT_GRACE_S,
+        grace_s: float,
     ) -> None:
         self.name = name
         self.log_path = log_path
         self._grace_s = grace_s
-        log_path.parent.mkdir(parents=True, exist_ok=True)
         self._reaper = subprocess.Popen(  # noqa: S603 - our own program, no shell
             [
                 *(sys.executable, "-I", supervise.__file__),
@@ -77,7 +76,7 @@ class Supervised:
             return int(line)
         rest = (line + self._reaper.stdout.read()).decode(errors="replace").strip()
         self.stop()
-        raise EnvironmentFault(f"{self.name}: the reaper did not start:\n{rest}")
+        raise EnvironmentFault(f"{self.name}: the reaper did not start: {rest}")
 
     def poll(self) -> int | None:
         """Return the program's exit code once it and all it started have ended."""

@@ -51,7 +51,7 @@ class EngineLaunch:
     """How one engine is started.
 
     Attributes:
-        name: such as ``prefill-0``; also its engine id.
+        name: such as ``prefill-0``.
         side: what it is for.
         host: address it listens on.
         port: port of its HTTP server.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 from turncache.errors import ConfigError
@@ -39,7 +40,10 @@ def _lines(table: Mapping[str, object]) -> list[str]:
 
 
 def _line(name: str, value: object) -> str:
-    if not isinstance(value, (bool, int, float, str)):
+    if not isinstance(value, (bool, int, float, str)) or (
+        isinstance(value, float) and not math.isfinite(value)
+    ):
         raise ConfigError(f"router_settings.{name}", f"{value!r}: expected a single value")
-    # JSON's notation of these four types is also TOML's.
-    return f"{name} = {json.dumps(value)}"
+    # JSON's notation of these four is also TOML's, except that TOML knows no surrogates and
+    # wants the delete character escaped.
+    return f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
 from turncache.errors import ConfigError
+from turncache_server.launch.supervise import DEFAULT_GRACE_S
 
 Kind = Literal["turncache", "nixl", "nixl-bidirectional", "plain"]
 Side = Literal["prefill", "decode", "single"]
@@ -74,6 +75,7 @@ class StackSpec:
         router: start the router; stock kinds never have one.
         warm_up: make two calls before the stack counts as started, so that no user's call
             pays for handshakes and first compilations.
+        stop_grace_s: seconds between TERM and KILL when a part is stopped.
         python: interpreter of the engine environment; the running one by default.
 
     Raises:
@@ -106,6 +108,7 @@ class StackSpec:
     router_settings: Mapping[str, Any] = field(default_factory=_empty)
     router: bool = True
     warm_up: bool = True
+    stop_grace_s: float = DEFAULT_GRACE_S
     python: str | None = None
 
     def __post_init__(self) -> None:

@@ -191,6 +191,10 @@ class Stack:
         else:
             part = self._start_engine(name)
         wait_healthy([part], timeout_s=timeout_s, progress=self._progress)
+        router = self._parts.get(ROUTER)
+        if router is not None and router is not part:
+            # It may have seen the part down, and answers 503 until it has looked again.
+            wait_healthy([router], timeout_s=timeout_s, progress=self._progress)
 
     def stop(self) -> None:
         """End every part and everything it started. May be called again."""
@@ -233,7 +237,12 @@ class Stack:
 
     def _start_engine(self, name: str) -> Part:
         launch = self._launches[name]
-        part = start_engine(launch, python=self._python, log_dir=self.log_dir)
+        part = start_engine(
+            launch,
+            python=self._python,
+            log_dir=self.log_dir,
+            grace_s=self.spec.stop_grace_s,
+        )
         self._parts[name] = part
         self._progress(f"{name}: starting on {part.url}, log {part.process.log_path}")
         return part
@@ -252,6 +261,7 @@ class Stack:
             [sys.executable, "-m", ROUTER_MODULE, "--config", str(config)],
             environment=os.environ,
             log_path=self.log_dir / "router.log",
+            grace_s=self.spec.stop_grace_s,
         )
         part = self._parts[ROUTER] = Part(process=process, url=self.base_url)
         return part

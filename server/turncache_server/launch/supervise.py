@@ -301,7 +301,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grace", type=float, default=DEFAULT_GRACE_S, help="TERM to KILL, s")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
-    log = RotatingLog(options.log, options.log_bytes)
+    try:
+        log = RotatingLog(options.log, options.log_bytes)
+    except OSError as error:
+        sys.stdout.write(f"cannot write the log {options.log}: {error}\n")
+        return 1
     reaper = Reaper(options.command, parent=options.parent, log=log, grace_s=options.grace)
     try:
         return reaper.run()

@@ -118,7 +118,7 @@ def merge(existing: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any
     _check_sibling(connector, ours)
     shared = {
         name: existing[name]
-        for name in ("kv_role", "kv_buffer_device", "kv_load_failure_policy")
+        for name in ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy")
         if name in existing
     }
     return {
@@ -134,7 +134,8 @@ def _overlay(existing: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, 
     new_extra = ours[_EXTRA]
     section = {**_mapping(old_extra.get(SECTION, {}), SECTION), **new_extra[SECTION]}
     kept = {key: value for key, value in old_extra.items() if key not in _STOCK_RETURN_KEYS}
-    return {**existing, **ours, _EXTRA: {**new_extra, **kept, SECTION: section}}
+    outer = _child(existing) if ours["kv_connector"] == PAIR else existing
+    return {**outer, **ours, _EXTRA: {**new_extra, **kept, SECTION: section}}
 
 
 def _into_multi(existing: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,10 +164,10 @@ def _check_sibling(connector: str, ours: Mapping[str, Any]) -> None:
 
 
 def _child(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as a ``MultiConnector`` takes it.
+    """Return a configuration without its ``engine_id``.
 
-    vLLM passes the parent's ``engine_id`` beside the child's own fields, so a child that
-    carries one dies with a duplicate keyword.
+    In a ``MultiConnector`` vLLM passes the parent's beside the child's own fields, so a child
+    that carries one dies with a duplicate keyword.
     """
     return {key: value for key, value in config.items() if key != "engine_id"}
 

@@ -1,0 +1,72 @@
+"""The command line: verbs are wired here and live in modules of their own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from turncache_tools.control import mode, stats
+from turncache_tools.doctor import doctor
+from turncache_tools.flags import flags
+from turncache_tools.router_verb import router
+from turncache_tools.serve import serve
+from turncache_tools.shell import OK, PassingOn, Verbs, write
+from turncache_tools.stack_options import takes_stack
+
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Keep an agent's KV cache alive while its tools run.",
+    epilog="Exit codes: 0 ok, 1 a check failed, 2 usage or configuration, 3 environment, "
+    "4 engine, 130 interrupted.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        write(f"turncache {version('turncache')}")
+        raise typer.Exit(OK)
+
+
+@app.callback()
+def common(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Show version."),
+    ] = False,
+) -> None:
+    """Keep an agent's KV cache alive while its tools run."""
+
+
+app.command(cls=PassingOn)(takes_stack(serve))
+app.command(cls=PassingOn)(takes_stack(flags))
+app.command()(router)
+app.command()(mode)
+app.command()(stats)
+app.command()(doctor)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def demo(ctx: typer.Context) -> None:
+    """Show what retention and return are worth, on this machine (--help for options)."""
+    # On demand: the other verbs must not wait for what the demo imports.
+    command = importlib.import_module("turncache_tools.demo.command")
+    raise typer.Exit(command.main(ctx.args))
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run a verb and return its exit code."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="turncache")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else OK if end.code is None else 1
+    return OK

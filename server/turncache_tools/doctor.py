@@ -1,0 +1,181 @@
+"""``turncache doctor``: what is wrong with an installation or with running engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Annotated, Final, Literal
+
+import typer
+
+from turncache.errors import EngineFault, EnvironmentFault, TurncacheError
+from turncache_server.control.client import ControlClient
+from turncache_server.control.messages import Hello, HelloReply
+from turncache_server.launch.loopback import is_healthy
+from turncache_server.launch.machine import (
+    EngineEnvironment,
+    inspect_environment,
+    inspect_machine,
+)
+from turncache_server.versions import Support, name_tested_versions, support_of
+from turncache_tools.control import TIMEOUT_S, control_addresses
+from turncache_tools.shell import CHECK_FAILED, write_json, write_table
+
+Verdict = Literal["ok", "note", "failed"]
+_GIB: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        subject: what.
+        verdict: ``ok``, ``note`` (works, but not fully) or ``failed``.
+        detail: what was found, and the way out when something is wrong.
+    """
+
+    subject: str
+    verdict: Verdict
+    detail: str
+
+
+def doctor(
+    engines: Annotated[
+        list[str] | None, typer.Argument(help="Control sockets of running engines.")
+    ] = None,
+    router: Annotated[
+        str | None, typer.Option(help="Base URL of a running router or engine.")
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TURNCACHE_ENGINE_PYTHON", help="Interpreter of the engine environment."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
+) -> None:
+    """Look at the installation and, when named, at running engines; exit 1 on a failure."""
+    findings = [*look_at_installation(python)]
+    if engines:
+        findings += look_at_engines(control_addresses(engines))
+    if router is not None:
+        healthy = is_healthy(router.rstrip("/"))
+        findings.append(
+            Finding(
+                subject=router,
+                verdict="ok" if healthy else "failed",
+                detail="answers /health" if healthy else "does not answer /health with 200",
+            )
+        )
+    if as_json:
+        write_json([asdict(finding) for finding in findings])
+    else:
+        write_table(
+            ("what", "verdict", "detail"), [(f.subject, f.verdict, f.detail) for f in findings]
+        )
+    if any(finding.verdict == "failed" for finding in findings):
+        raise typer.Exit(CHECK_FAILED)
+
+
+def look_at_installation(python: str | None) -> list[Finding]:
+    """Look at the engine environment and this machine."""
+    try:
+        environment = inspect_environment(python)
+    except EnvironmentFault as error:
+        return [Finding(subject="engine environment", verdict="failed", detail=str(error))]
+    machine = inspect_machine()
+    device = f"{len(machine.gpus)} GPUs" if environment.cuda else "CPU"
+    return [
+        _vllm(environment),
+        _installed("turncache", environment.turncache, environment, "engines load it"),
+        _installed("nixl", environment.nixl, environment, "prefill and decode need it"),
+        Finding(
+            subject="machine",
+            verdict="note" if environment.cuda and not machine.gpus else "ok",
+            detail=f"{device}, {len(machine.cores)} cores, "
+            f"{machine.memory_available_bytes / _GIB:.1f} GiB available",
+        ),
+    ]
+
+
+def _vllm(environment: EngineEnvironment) -> Finding:
+    version = environment.vllm_version
+    if version is None:
+        return Finding(
+            subject="vllm",
+            verdict="failed",
+            detail=f"not installed for {environment.python}; name another with --python",
+        )
+    verdicts: dict[Support, Verdict] = {
+        Support.TESTED: "ok",
+        Support.UNTESTED: "note",
+        Support.TOO_OLD: "failed",
+    }
+    support = support_of(version)
+    built_for = "GPU" if environment.cuda else "CPU"
+    hint = {
+        Support.TESTED: "tested",
+        Support.UNTESTED: f"untested: starts in mode observe (tested: {name_tested_versions()})",
+        Support.TOO_OLD: f"too old (tested: {name_tested_versions()})",
+    }[support]
+    return Finding(
+        subject="vllm", verdict=verdicts[support], detail=f"{version} for {built_for}, {hint}"
+    )
+
+
+def _installed(name: str, present: bool, where: EngineEnvironment, purpose: str) -> Finding:
+    if present:
+        return Finding(subject=name, verdict="ok", detail=f"installed for {where.python}")
+    return Finding(
+        subject=name,
+        verdict="failed" if name == "turncache" else "note",
+        detail=f"not installed for {where.python}; {purpose}",
+    )
+
+
+def look_at_engines(
+    addresses: Sequence[str], ask: Callable[[str], HelloReply] | None = None
+) -> list[Finding]:
+    """Say hello to every engine, and compare what has to be equal for KV to be exchanged."""
+    if ask is None:
+        with closing(ControlClient()) as client:
+            return look_at_engines(
+                addresses,
+                lambda address: client.ask(address, Hello(), HelloReply, timeout_s=TIMEOUT_S),
+            )
+    findings: list[Finding] = []
+    replies: dict[str, HelloReply] = {}
+    for address in addresses:
+        try:
+            reply = replies[address] = ask(address)
+        except (EngineFault, TurncacheError) as error:
+            findings.append(Finding(subject=address, verdict="failed", detail=str(error)))
+            continue
+        text = f"{reply.side}, mode {reply.mode}, vLLM {reply.vllm_version}"
+        missing = "; ".join(reply.missing)
+        findings.append(
+            Finding(
+                subject=address,
+                verdict="note" if missing or reply.mode != "on" else "ok",
+                detail=f"{text}; {missing}" if missing else text,
+            )
+        )
+    return findings + _compare(replies)
+
+
+def _compare(replies: dict[str, HelloReply]) -> list[Finding]:
+    if len(replies) < 2:
+        return []
+    (first, reference), *others = replies.items()
+    differences = [
+        f"{key}: {first} has {reference.fingerprint.get(key)!r}, "
+        f"{address} has {reply.fingerprint.get(key)!r}"
+        for address, reply in others
+        for key in sorted({*reference.fingerprint, *reply.fingerprint})
+        if reference.fingerprint.get(key) != reply.fingerprint.get(key)
+    ]
+    if differences:
+        return [Finding(subject="same KV", verdict="failed", detail="; ".join(differences))]
+    return [Finding(subject="same KV", verdict="ok", detail="engines can exchange KV")]

@@ -1,0 +1,145 @@
+"""The options that describe a stack, defined once for the verbs that take them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from turncache.errors import UsageError
+from turncache_server.launch.spec import Device, Kind, StackSpec
+from turncache_tools.shell import assignments, extra_arguments
+
+_PORTS = "Ports and places"
+
+
+def stack_spec(
+    ctx: typer.Context,
+    *,
+    model: Annotated[str, typer.Option(help="Folder, hub name, or tiny or smollm2 (made here).")],
+    prefill: Annotated[int, typer.Option(help="Prefill engines; 0: one engine for both.")] = 0,
+    decode: Annotated[int, typer.Option(help="Decode engines.")] = 0,
+    kind: Annotated[
+        str, typer.Option(help="turncache, or stock: plain, nixl, nixl-bidirectional.")
+    ] = "turncache",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in the API.")
+    ] = None,
+    mode: Annotated[str, typer.Option(help="on, observe or off.")] = "on",
+    return_enabled: Annotated[
+        bool, typer.Option("--return/--no-return", help="Take KV back from decode to prefill.")
+    ] = True,
+    router: Annotated[
+        bool, typer.Option("--router/--no-router", help="Put the router in front.")
+    ] = True,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or auto: what vLLM was built for.")
+    ] = "auto",
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option(help="GPUs of one engine, such as 0,1; once for every engine."),
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs per engine.")] = 1,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="As vllm serve --dtype.")] = None,
+    num_blocks: Annotated[
+        list[str] | None, typer.Option(help="KV blocks of one side, such as prefill=400.")
+    ] = None,
+    kv_space_gib: Annotated[int, typer.Option(help="KV space of one CPU engine.")] = 1,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Setting of the extension: name=value.")
+    ] = None,
+    router_settings: Annotated[
+        list[str] | None, typer.Option("--set-router", help="Setting of the router: name=value.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address that clients reach.", rich_help_panel=_PORTS)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port of the router; 0: free ones.", rich_help_panel=_PORTS)
+    ] = 8000,
+    engine_port: Annotated[
+        int | None, typer.Option(help="First engine port (8100).", rich_help_panel=_PORTS)
+    ] = None,
+    decode_port: Annotated[
+        int | None, typer.Option(help="First decode port (8200).", rich_help_panel=_PORTS)
+    ] = None,
+    nixl_port: Annotated[
+        int | None, typer.Option(help="First NIXL port (5600).", rich_help_panel=_PORTS)
+    ] = None,
+    control_port: Annotated[
+        int | None, typer.Option(help="First control port (5800).", rich_help_panel=_PORTS)
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Folder for logs.", rich_help_panel=_PORTS)
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TURNCACHE_ENGINE_PYTHON",
+            help="Interpreter of the engine environment; this one by default.",
+            rich_help_panel=_PORTS,
+        ),
+    ] = None,
+) -> StackSpec:
+    """Turn options into a specification.
+
+    Raises:
+        UsageError: naming the option, its value and what was expected.
+    """
+    blocks = assignments(num_blocks or (), "--num-blocks")
+    for side, count in blocks.items():
+        if type(count) is not int:
+            raise UsageError(f"--num-blocks {side}={count}: expected a number of blocks")
+    return StackSpec(
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        kind=cast("Kind", kind),
+        served_name=served_model_name,
+        mode=mode,
+        return_enabled=return_enabled,
+        router=router,
+        device=cast("Device", device),
+        devices=tuple(gpus or ()),
+        tensor_parallel_size=tensor_parallel_size,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        num_blocks=blocks,
+        kv_space_gib=kv_space_gib,
+        settings=assignments(settings or (), "--set"),
+        router_settings=assignments(router_settings or (), "--set-router"),
+        host=host,
+        router_port=port,
+        engine_port=engine_port,
+        decode_port=decode_port,
+        nixl_port=nixl_port,
+        control_port=control_port,
+        log_dir=log_dir,
+        python=python,
+        engine_args=extra_arguments(ctx),
+    )
+
+
+def takes_stack(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give ``verb(spec, ...)`` the options of :func:`stack_spec` in the place of ``spec``."""
+    shared = inspect.signature(stack_spec, eval_str=True).parameters
+    own = dict(inspect.signature(verb, eval_str=True).parameters)
+    del own["spec"]
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in (*shared.values(), *own.values())
+    ]
+
+    def run(**values: Any) -> None:
+        spec = stack_spec(**{name: values.pop(name) for name in shared})
+        verb(spec, **values)
+
+    run.__name__ = verb.__name__
+    run.__doc__ = verb.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
