@@ -16,7 +16,7 @@ list, which makes a queue given back to vLLM indistinguishable from its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 from turncache_server.retention.ledger import Ledger
@@ -53,16 +53,18 @@ class FreeQueue:
         num_blocks: int,
         ledger: Ledger,
         table: LineageTable,
-        before_choice: Callable[[], None],
+        before_choice: Callable[[], object],
+        pending: Sized | None,
     ) -> None:
         self.num_free_blocks = 0
         self.num_retained = 0
         self._ledger = ledger
         self._table = table
         self._board = table.board
+        self._epoch = ledger.epoch
         self._before_choice = before_choice
+        self._pending: Sized | bool = True if pending is None else pending
         self._retaining = True
-        self._shelves = Shelves(num_blocks)
         self._head = _End()
         self._tail = _End()
         self._head.next_free_block = self._tail
@@ -71,6 +73,7 @@ class FreeQueue:
         # Block by id. Blocks in use at the adoption become known when they are freed.
         self._blocks: list[Any] = [None] * num_blocks
         self._num_unknown = 0
+        self._shelves = Shelves(self._board, self._epoch, self._blocks)
         # The block that a walk came to last, and whether it was retained then.
         self._walked: Any = None
         self._walked_retained = False
@@ -83,7 +86,8 @@ class FreeQueue:
         num_blocks: int,
         ledger: Ledger,
         table: LineageTable,
-        before_choice: Callable[[], None] = _nothing,
+        before_choice: Callable[[], object] = _nothing,
+        pending: Sized | None = None,
     ) -> FreeQueue:
         """Take over a stock queue's free blocks in their order; the stock queue is left empty.
 
@@ -97,8 +101,16 @@ class FreeQueue:
             table: says what is wanted, and hears what is handed out all the same.
             before_choice: called before a block is chosen and at no other moment; may
                 change classes.
+            pending: what ``before_choice`` would work off; while it is empty, the call is
+                saved. None to call it always.
         """
-        queue = cls(num_blocks=num_blocks, ledger=ledger, table=table, before_choice=before_choice)
+        queue = cls(
+            num_blocks=num_blocks,
+            ledger=ledger,
+            table=table,
+            before_choice=before_choice,
+            pending=pending,
+        )
         # Looked at before anything is taken: a refusal must leave the stock queue whole.
         for block in stock.get_all_free_blocks():
             block_id = block.block_id
@@ -123,7 +135,7 @@ class FreeQueue:
             block.prev_free_block = block.next_free_block = None
         self._head.next_free_block = self._tail
         self._tail.prev_free_block = self._head
-        self._shelves = Shelves(len(self._blocks))
+        self._shelves = Shelves(self._board, self._epoch, self._blocks)
         self.num_free_blocks = self.num_retained = 0
         self._successor = stock_type(blocks)
         return self._successor
@@ -132,7 +144,8 @@ class FreeQueue:
 
     def popleft(self) -> Any:
         """Hand out the first free block; raises ValueError when there is none."""
-        self._before_choice()
+        if self._pending:
+            self._before_choice()
         if self._successor is not None:
             return self._successor.popleft()
         if not self.num_free_blocks:
@@ -143,18 +156,37 @@ class FreeQueue:
         """Hand out the first ``n`` free blocks; there must be as many."""
         if n == 0:
             return []
-        self._before_choice()
-        if self._successor is not None:
-            blocks: list[Any] = self._successor.popleft_n(n)
-            return blocks
-        assert self.num_free_blocks >= n, f"{n} blocks asked for, {self.num_free_blocks} free"
-        return self._pop(n)
+        if self._pending:
+            self._before_choice()
+        if n > self.num_free_blocks - self.num_retained or not self._retaining:
+            return self._pop(n)
+        # The common case without a further call: a decode step takes blocks one by one.
+        self.num_free_blocks -= n
+        ledger, epoch, head = self._ledger, self._epoch, self._head
+        raised = ledger.last_epoch = ledger.last_epoch + 1
+        block = head.next_free_block
+        if n == 1:
+            epoch[block.block_id] = raised
+            following = head.next_free_block = block.next_free_block
+            following.prev_free_block = head
+            block.prev_free_block = block.next_free_block = None
+            return [block]
+        blocks = []
+        for _ in range(n):
+            blocks.append(block)
+            epoch[block.block_id] = raised
+            following = block.next_free_block
+            block.prev_free_block = block.next_free_block = None
+            block = following
+        head.next_free_block = block
+        block.prev_free_block = head
+        return blocks
 
     def remove(self, block: Any) -> None:
         """Take a free block out of the middle; raises RuntimeError for any other block."""
         following = block.next_free_block
         if following is None:
-            if block.block_id not in self._shelves.placed:
+            if self._shelves.of[block.block_id] is None:
                 raise RuntimeError(f"remove() called on a block that is not free: {block}")
             self._shelves.take(block.block_id)
             self.num_retained -= 1
@@ -176,7 +208,7 @@ class FreeQueue:
         if self._num_unknown:
             self._learn(blocks)
         if self._retaining and self._board.num_wanted:
-            blocks = self._put_wanted(blocks)
+            blocks = self._shelve(blocks)
         last = self._tail.prev_free_block
         for block in blocks:
             block.prev_free_block = last
@@ -210,7 +242,7 @@ class FreeQueue:
         out everything in between.
         """
         shelves = self._shelves
-        retained = cursor is not None and cursor.block_id in shelves.placed
+        retained = cursor is not None and shelves.of[cursor.block_id] is not None
         if cursor is not None and cursor.next_free_block is None and not retained:
             return
         if cursor is not None and cursor is self._walked and retained != self._walked_retained:
@@ -254,14 +286,14 @@ class FreeQueue:
 
     def is_free(self, block_id: int) -> bool:
         """Whether a block is in this queue."""
-        if block_id in self._shelves.placed:
+        if self._shelves.of[block_id] is not None:
             return True
         block = self._blocks[block_id]
         return block is not None and block.next_free_block is not None
 
     def is_retained(self, block_id: int) -> bool:
         """Whether a block is free and retained."""
-        return block_id in self._shelves.placed
+        return self._shelves.of[block_id] is not None
 
     def reclassify(self, block_ids: Iterable[int]) -> None:
         """Move free blocks to the class that the table gives them; others are ignored.
@@ -269,24 +301,24 @@ class FreeQueue:
         What is no longer wanted goes to the front of ordinary, in the order in which it
         would have gone: it is the oldest. What is wanted goes to its keeper's shelf.
         """
-        placed, board, epoch = self._shelves.placed, self._board, self._ledger.epoch
+        shelves, wanted_at, epoch = self._shelves, self._board.epoch, self._epoch
         unwanted: set[int] = set()
         for block_id in block_ids:
-            wanted = self._retaining and board.epoch[block_id] == epoch[block_id]
-            if block_id in placed:
+            wanted = self._retaining and wanted_at[block_id] == epoch[block_id]
+            if shelves.of[block_id] is not None:
                 if wanted:
-                    self._shelves.move(block_id, board.keeper[block_id], board.index[block_id])
+                    shelves.move(block_id)
                 else:
                     unwanted.add(block_id)
             elif wanted and self.is_free(block_id):
                 block = self._blocks[block_id]
                 self.remove(block)
-                self._put_wanted([block])
+                self._shelve([block])
         self._demote(unwanted)
 
     def promote(self, block_id: int, epoch: int) -> None:
         """Move a block to the valuable end of its shelf, if retained at that epoch."""
-        if block_id in self._shelves.placed and self._ledger.epoch[block_id] == epoch:
+        if self._shelves.of[block_id] is not None and self._epoch[block_id] == epoch:
             self._shelves.promote(block_id)
 
     def rank(self, victims: Sequence[int]) -> None:
@@ -300,8 +332,12 @@ class FreeQueue:
     # --- inside -----------------------------------------------------------------------------
 
     def _pop(self, n: int) -> list[Any]:
-        ledger = self._ledger
-        ledger.last_epoch += 1
+        """Choose from both classes, or for an extension that only observes."""
+        if self._successor is not None:
+            released: list[Any] = self._successor.popleft_n(n)
+            return released
+        assert self.num_free_blocks >= n, f"{n} blocks asked for, {self.num_free_blocks} free"
+        self._ledger.last_epoch += 1
         num_ordinary = min(n, self.num_free_blocks - self.num_retained)
         blocks = self._pop_ordinary(num_ordinary) if num_ordinary else []
         if num_ordinary < n:
@@ -310,7 +346,7 @@ class FreeQueue:
         return blocks
 
     def _pop_ordinary(self, n: int) -> list[Any]:
-        epoch, raised = self._ledger.epoch, self._ledger.last_epoch
+        epoch, raised = self._epoch, self._ledger.last_epoch
         blocks = []
         block = self._head.next_free_block
         for _ in range(n):
@@ -330,7 +366,7 @@ class FreeQueue:
         return blocks
 
     def _pop_retained(self, n: int) -> list[Any]:
-        epoch, raised = self._ledger.epoch, self._ledger.last_epoch
+        epoch, raised = self._epoch, self._ledger.last_epoch
         shelves = self._shelves
         blocks: list[Any] = []
         while len(blocks) < n:
@@ -349,19 +385,12 @@ class FreeQueue:
         if self._shelves.position(heir) <= position:
             return False
         self._board.entrust(block_id, heir)
-        self._shelves.move(block_id, heir, self._board.index[block_id])
+        self._shelves.move(block_id)
         return True
 
-    def _put_wanted(self, blocks: list[Any]) -> list[Any]:
+    def _shelve(self, blocks: list[Any]) -> list[Any]:
         """Shelve the blocks that are wanted and return the rest."""
-        board, epoch = self._board, self._ledger.epoch
-        rest = []
-        for block in blocks:
-            block_id = block.block_id
-            if board.epoch[block_id] == epoch[block_id]:
-                self._shelves.put(block, board.keeper[block_id], board.index[block_id])
-            else:
-                rest.append(block)
+        rest = self._shelves.put_wanted(blocks)
         num_put = len(blocks) - len(rest)
         self.num_free_blocks += num_put
         self.num_retained += num_put

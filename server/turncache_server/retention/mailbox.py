@@ -66,16 +66,17 @@ class Mailbox:
             at the same moment.
 
     Attributes:
+        commands: what is waiting; to be looked at only.
         refused: commands that found the mailbox full.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._commands: deque[Command] = deque()
+        self.commands: deque[Command] = deque()
         self.refused = 0
 
     def __len__(self) -> int:
-        return len(self._commands)
+        return len(self.commands)
 
     def post(self, command: Command) -> bool:
         """Leave a command; False when the mailbox is full.
@@ -84,15 +85,15 @@ class Mailbox:
         engine that is only peeked at must still be able to hear a change of mode.
         """
         limit = self._capacity // 2 if isinstance(command, Promote) else self._capacity
-        if len(self._commands) >= limit:
+        if len(self.commands) >= limit:
             self.refused += 1
             return False
-        self._commands.append(command)
+        self.commands.append(command)
         return True
 
     def drain(self) -> list[Command]:
         """Take what is there at the time of the call, oldest first; engine thread only."""
-        commands = self._commands
+        commands = self.commands
         if not commands:
             return []
         # Bounded by the length now: a thread that keeps posting must not keep the engine.
