@@ -80,6 +80,15 @@ def _drive(pool_class: type, adopt: Callable[[Any], Any]) -> list[str]:
         trace.append(pool.get_num_free_blocks())
         pool.free_blocks(first[3:])
         pool.free_blocks(first[3:])
+        # Blocks with a hash go back by append, which the pool above has no reason to call.
+        queue = pool.free_block_queue
+        taken = [queue.popleft(), *queue.popleft_n(3)]
+        queue.append_n(taken[1:])
+        queue.append(taken[0])
+        queue.remove(taken[2])
+        queue.prepend_n([taken[2]])
+        trace.append([b.block_id for b in queue.get_all_free_blocks()])
+        trace.append([b.block_id for b in queue.iter_blocks_after(taken[2])])
         trace.append([b.block_id for b in pool.get_new_blocks(pool.get_num_free_blocks())])
         traces.append(trace)
     return [] if traces[0] == traces[1] else [f"order {traces[1]} differs from stock {traces[0]}"]

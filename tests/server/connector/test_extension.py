@@ -1,0 +1,595 @@
+"""The extension's hooks over a fake pool: retention, records, modes, and harmless failure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.server.connector.pool_fakes import (
+    BLOCK_SIZE,
+    FakeBlock,
+    FakePool,
+    FakeQueue,
+    facts,
+    hash_of,
+    request,
+    step,
+)
+from turncache.protocol import Mode, Reason
+from turncache_server.connector.config import Settings
+from turncache_server.connector.extension import Extension
+from turncache_server.connector.service import Service
+from turncache_server.control.messages import (
+    Call,
+    CallReply,
+    Hello,
+    HelloReply,
+    ModeReply,
+    Peek,
+    PeekReply,
+    Refusal,
+    SetMode,
+    Stats,
+    StatsReply,
+    Verify,
+    VerifyReply,
+)
+from turncache_server.retention.free_queue import FreeQueue
+from turncache_server.retention.mailbox import SwitchMode
+
+NUM_BLOCKS = 32
+
+
+class Desk:
+    """An extension bound to a fake pool, with a clock of the test's, and a little scheduler."""
+
+    def __init__(self, *, pool_type: type[FakePool] = FakePool, **settings: Any) -> None:
+        base: dict[str, Any] = {
+            "trust_hints": True,
+            "retain_budget": 1.0,
+            "tenant_budget": 1.0,
+            "policy": "deadline",
+        }
+        self.now_s = 1000.0
+        self.extension = Extension(
+            facts(**{"num_blocks": NUM_BLOCKS, **settings.pop("facts", {})}),
+            Settings(**{**base, **settings}),
+            answered=frozenset({"answered"}),
+            clock=lambda: self.now_s,
+        )
+        self.pool = pool_type(NUM_BLOCKS, True, BLOCK_SIZE)
+        self.extension.bind(self.pool)
+        self.service = Service(self.extension, fingerprint={"vllm": "0.32.0"})
+
+    def admit(self, call: Any, local_blocks: int = 0) -> list[FakeBlock]:
+        """Let a request in: local hit, allocation, one step over its whole prompt."""
+        held = [
+            self.pool.cached_block_hash_to_block._cache[h + bytes(4)]
+            for h in call.block_hashes[:local_blocks]
+        ]
+        self.extension.looked_at(call, local_blocks * BLOCK_SIZE)
+        self.pool.touch(held)
+        blocks = held + self.pool.get_new_blocks(len(call.block_hashes) + 1 - local_blocks)
+        self.extension.admitted(call, None)
+        tokens = call.num_prompt_tokens - local_blocks * BLOCK_SIZE
+        ids = [block.block_id for block in blocks]
+        for block, chain_hash in zip(blocks, call.block_hashes, strict=False):
+            if block.block_hash is None:
+                self.pool.hash_block(block, chain_hash)
+        self.extension.step_scheduled(
+            step(new={call.request_id: (ids, local_blocks * BLOCK_SIZE, tokens)})
+        )
+        call.num_computed_tokens = call.num_prompt_tokens
+        return blocks
+
+    def answer(self, call: Any, blocks: list[FakeBlock], status: str = "answered") -> None:
+        """End a request."""
+        self.extension.step_processed()
+        call.status = status
+        self.extension.finished(call, [block.block_id for block in blocks], None)
+        self.pool.free_blocks(reversed(blocks))
+
+    def call(self, request_id: str = "r1", *, local_blocks: int = 0, **kwargs: Any) -> list[int]:
+        """Serve a whole call, and return the blocks of its complete chain."""
+        served = request(request_id, **kwargs)
+        self.extension.arrived(served)
+        blocks = self.admit(served, local_blocks)
+        self.answer(served, blocks)
+        return [block.block_id for block in blocks[: len(served.block_hashes)]]
+
+    def flood(self, count: int) -> list[int]:
+        """Pass ordinary blocks through the pool; returns those that were handed out."""
+        blocks = self.pool.get_new_blocks(count)
+        for block in blocks:
+            self.pool.hash_block(block, hash_of(1000 + block.block_id))
+        self.pool.free_blocks(blocks)
+        return [block.block_id for block in blocks]
+
+    def record(self, request_id: str = "call-1") -> CallReply:
+        """Ask the control socket what became of a call."""
+        reply = self.service(Call(request=request_id))
+        assert isinstance(reply, CallReply)
+        return reply
+
+    def switch(self, mode: str) -> None:
+        """Switch the mode as the control thread does, and let the engine thread step."""
+        assert isinstance(self.service(SetMode(mode=mode)), ModeReply)
+        self.extension.step_scheduled(step())
+        self.extension.step_processed()
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """An acting extension."""
+    return Desk()
+
+
+# --- retention -------------------------------------------------------------------------------
+
+
+def test_a_session_survives_a_flood(desk: Desk) -> None:
+    """The blocks of a call that is expected back are handed out last."""
+    kept = desk.call(num_blocks=4)
+    for _ in range(5):
+        assert not set(desk.flood(NUM_BLOCKS - 6)) & set(kept)
+    gauges = desk.extension.gauges()
+    assert (gauges["retained_blocks"], gauges["sessions"]) == (4, 1)
+
+
+def test_retained_blocks_can_always_be_had(desk: Desk) -> None:
+    """Both classes count as free: an engine that needs every block gets every block."""
+    kept = desk.call(num_blocks=4)
+    assert desk.pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    assert set(desk.flood(NUM_BLOCKS - 1)) >= set(kept)
+    assert desk.extension.counters()["evicted_wanted_blocks"] == 4
+
+
+def test_time_makes_a_session_ordinary_again(desk: Desk) -> None:
+    """After its retention a session is the next to go."""
+    kept = desk.call(num_blocks=4, retain_s=10)
+    desk.now_s += 11
+    desk.extension.step_scheduled(step())
+    desk.extension.step_processed()
+    assert desk.flood(4) == kept[::-1]
+
+
+@pytest.mark.parametrize("status", ["aborted", "errored"])
+def test_a_call_without_an_answer_keeps_nothing_new(status: str, desk: Desk) -> None:
+    """Its blocks are ordinary; what the session had stays."""
+    kept = desk.call("r1", num_blocks=2)
+    call = request("r2", num_blocks=4)
+    desk.extension.arrived(call)
+    desk.answer(call, desk.admit(call, local_blocks=2), status=status)
+    assert desk.extension.gauges()["retained_blocks"] == len(kept)
+    assert desk.extension.gauges()["calls_in_flight"] == 0
+
+
+def test_an_incomplete_tail_is_not_kept(desk: Desk) -> None:
+    """A block whose last slot holds no KV is no part of the chain, whoever hashed it."""
+    call = request(num_blocks=3)
+    desk.extension.arrived(call)
+    blocks = desk.admit(call)
+    call.num_computed_tokens = 3 * BLOCK_SIZE - 1
+    desk.answer(call, blocks)
+    assert desk.extension.gauges()["retained_blocks"] == 2
+
+
+def test_a_reset_of_the_prefix_cache_ends_retention(desk: Desk) -> None:
+    """What was wanted has no content any more; junk must not be kept from the engine."""
+    desk.call(num_blocks=4)
+    desk.pool.reset_prefix_cache()
+    desk.extension.step_scheduled(step())
+    assert desk.extension.gauges()["retained_blocks"] == 0
+
+
+def test_an_ordinary_request_leaves_no_trace(desk: Desk) -> None:
+    """Without a session nothing is admitted, kept or recorded."""
+    desk.call(session=None)
+    assert desk.extension.gauges()["sessions"] == 0
+    assert desk.extension.counters().get("calls", 0) == 0
+
+
+def test_a_session_that_vllm_read_itself_counts(desk: Desk) -> None:
+    """A client that only sends the header is served too, with the retention it asks for."""
+    call = request(session=None)
+    call.session_id = "from-the-header"
+    call.sampling_params.extra_args = {"tc_retain_s": 7}
+    hints = desk.extension.arrived(call)
+    assert hints is not None
+    assert (hints.session, hints.retain_s) == ("from-the-header", 7.0)
+
+
+def test_a_request_without_sampling_parameters_is_ordinary(desk: Desk) -> None:
+    """An embedding request has pooling parameters instead."""
+    call = request()
+    call.sampling_params = None
+    assert desk.extension.arrived(call) is None
+    assert desk.extension.broken is None
+
+
+# --- records ---------------------------------------------------------------------------------
+
+
+def test_a_first_call_is_a_new_session(desk: Desk) -> None:
+    """Everything is computed and nothing is lost."""
+    desk.call(num_blocks=3, request="call-1")
+    assert desk.record() == CallReply(
+        found=True, done=True, prompt=13, computed=13, reason="new_session"
+    )
+
+
+def test_reused_tokens_are_local(desk: Desk) -> None:
+    """The next call of the session finds its history."""
+    desk.call("r1", num_blocks=3)
+    desk.call("r2", num_blocks=5, local_blocks=3, request="call-1")
+    record = desk.record()
+    assert (record.local, record.computed, record.lost, record.reason) == (12, 9, 0, "ok")
+
+
+def test_what_was_known_and_is_computed_again_is_lost(desk: Desk) -> None:
+    """The number that should be 0, with its reason."""
+    desk.call("r1", num_blocks=4)
+    desk.call("r2", num_blocks=5, local_blocks=1, request="call-1")
+    record = desk.record()
+    assert (record.local, record.lost, record.reason) == (4, 12, "evicted")
+
+
+def test_an_edited_history_diverges_at_a_token(desk: Desk) -> None:
+    """What follows the edit was never known; the place is said."""
+    desk.call("r1", num_blocks=4)
+    edited = request("r2", num_blocks=4, request="call-1")
+    edited.block_hashes[2:] = [hash_of(70), hash_of(71)]
+    desk.extension.arrived(edited)
+    desk.answer(edited, desk.admit(edited, local_blocks=2))
+    record = desk.record()
+    assert (record.local, record.lost, record.reason, record.at) == (8, 0, "diverged", 8)
+
+
+def test_the_record_is_there_from_admission_on(desk: Desk) -> None:
+    """The router asks before the call has ended."""
+    call = request(request="call-1")
+    desk.extension.arrived(call)
+    assert not desk.record().found
+    desk.admit(call)
+    assert (desk.record().found, desk.record().done) == (True, False)
+
+
+def test_a_preempted_call_is_counted_once(desk: Desk) -> None:
+    """Its record is that of its first admission: the counts must add up to one prompt."""
+    desk.call("r1", num_blocks=4)
+    call = request("r2", num_blocks=5, request="call-1")
+    desk.extension.arrived(call)
+    blocks = desk.admit(call, local_blocks=4)
+    desk.pool.free_blocks(reversed(blocks))
+    call.num_preemptions = 1
+    pulled: Any = SimpleNamespace(returned_blocks=5, known_blocks=5, reason=None, pull_s=1.0)
+    desk.extension.looked_at(call, 0)
+    desk.extension.admitted(call, pulled)
+    desk.extension.finished(call, [], pulled)
+    record = desk.record()
+    assert (record.prompt, record.local, record.returned, record.computed) == (21, 16, 0, 5)
+
+
+def test_a_refused_pull_is_the_reason_of_a_loss(desk: Desk) -> None:
+    """The client sees why nothing came back."""
+    desk.call("r1", num_blocks=4)
+    call = request("r2", num_blocks=4, request="call-1")
+    desk.extension.arrived(call)
+    desk.extension.refused_pull("r2", Reason.SOURCE_GONE)
+    desk.answer(call, desk.admit(call))
+    assert desk.record().reason == "source_gone"
+
+
+# --- source ----------------------------------------------------------------------------------
+
+
+def ask(desk: Desk, num_blocks: int = 4, first: int = 0) -> PeekReply:
+    """Peek as a peer does."""
+    hashes = [hash_of(first + i) for i in range(num_blocks)]
+    reply = desk.service(Peek(session="s", hashes=hashes))
+    assert isinstance(reply, PeekReply)
+    return reply
+
+
+def check(desk: Desk, reply: PeekReply) -> int:
+    """Verify as a peer does."""
+    answer = desk.service(
+        Verify(
+            start_id=reply.start_id,
+            generation=reply.generation,
+            block_ids=reply.block_ids,
+            epochs=reply.epochs,
+            hashes=[hash_of(i) for i in range(len(reply.block_ids))],
+        )
+    )
+    assert isinstance(answer, VerifyReply)
+    return answer.valid
+
+
+def test_an_engine_names_what_its_steps_have_written(desk: Desk) -> None:
+    """From the moment the step was processed, not from the moment it was scheduled."""
+    call = request(num_blocks=4)
+    desk.extension.arrived(call)
+    blocks = desk.admit(call)
+    assert ask(desk).block_ids == []
+    desk.answer(call, blocks)
+    reply = ask(desk)
+    assert reply.block_ids == [block.block_id for block in blocks[:4]]
+    assert check(desk, reply) == 4
+
+
+def test_a_step_with_a_failed_load_marks_nothing_for_its_request(desk: Desk) -> None:
+    """It computed on input that never came."""
+    call, other = request("r1", num_blocks=2), request("r2", num_blocks=2, first=20)
+    desk.extension.arrived(call)
+    desk.extension.arrived(other)
+    first = desk.admit(call)
+    desk.extension.loads_failed({"r1"})
+    desk.answer(call, first)
+    assert ask(desk, 2).block_ids == []
+    desk.answer(other, desk.admit(other))
+    assert len(ask(desk, 2, first=20).block_ids) == 2
+
+
+def test_a_step_on_blocks_that_a_sibling_failed_to_load_marks_nothing(desk: Desk) -> None:
+    """Everybody who has such a block in the table computed on garbage, and computes again."""
+    call = request("r1", num_blocks=3)
+    desk.extension.arrived(call)
+    blocks = desk.admit(call)
+    desk.extension.blocks_invalid({blocks[0].block_id})
+    desk.answer(call, blocks)
+    assert ask(desk).block_ids == []
+
+
+def test_pulled_blocks_are_named_after_one_further_step(desk: Desk) -> None:
+    """The worker may still be rearranging what it received."""
+    blocks = desk.pool.get_new_blocks(2)
+    for i, block in enumerate(blocks):
+        desk.pool.hash_block(block, hash_of(i))
+    desk.extension.blocks_loaded([block.block_id for block in blocks])
+    assert ask(desk).block_ids == []
+    desk.extension.step_scheduled(step())
+    assert ask(desk).block_ids == []
+    desk.extension.step_processed()
+    assert len(ask(desk).block_ids) == 2
+
+
+def test_an_engine_whose_steps_come_back_out_of_order_is_no_source(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that is processed without having been scheduled ends it, with one line."""
+    desk.call(num_blocks=4)
+    assert len(ask(desk).block_ids) == 4
+    for _ in range(3):
+        desk.extension.step_processed()
+    assert ask(desk).block_ids == []
+    lines = [r for r in caplog.records if "out of order" in r.getMessage()]
+    assert len(lines) == 1
+    assert desk.extension.broken is None, "retention goes on"
+
+
+# --- modes -----------------------------------------------------------------------------------
+
+
+def test_off_and_on_at_run_time(desk: Desk) -> None:
+    """Off gives everything back and is no source; on starts anew, without a restart."""
+    desk.call(num_blocks=4)
+    desk.switch("off")
+    gauges = desk.extension.gauges()
+    assert (gauges["retained_blocks"], desk.extension.acting) == (0, False)
+    assert ask(desk).block_ids == []
+    desk.call("r2", num_blocks=3, first=20, request="call-1")
+    assert desk.record().reason == "disabled"
+    assert desk.extension.gauges()["retained_blocks"] == 0
+    desk.switch("on")
+    assert len(ask(desk, 3, first=20).block_ids) == 3, "marks are kept in every mode"
+    desk.call("r3", num_blocks=3, first=20)
+    assert desk.extension.gauges()["retained_blocks"] == 3
+
+
+def test_observe_counts_and_touches_nothing() -> None:
+    """Blocks go as in a stock engine, and what was lost is known."""
+    desk = Desk(mode=Mode.OBSERVE)
+    kept = desk.call("r1", num_blocks=4)
+    assert desk.extension.gauges()["retained_blocks"] == 0
+    assert set(desk.flood(NUM_BLOCKS - 1)) >= set(kept)
+    desk.call("r2", num_blocks=4, request="call-1")
+    assert (desk.record().lost, desk.record().reason) == (16, "evicted")
+    assert ask(desk).block_ids == []
+
+
+def test_a_mode_that_is_switched_while_blocks_are_chosen(desk: Desk) -> None:
+    """The mailbox is drained before the choice: the engine gets its blocks all the same."""
+    kept = desk.call(num_blocks=4)
+    heard: list[Mode] = []
+    desk.extension.when_mode_changes(heard.append)
+    desk.extension.mailbox.post(SwitchMode("off"))
+    assert len(desk.flood(NUM_BLOCKS - 1)) == NUM_BLOCKS - 1
+    assert heard == [Mode.OFF]
+    assert set(kept) <= {b.block_id for b in desk.pool.free_block_queue.get_all_free_blocks()}
+
+
+def test_modes_over_the_control_socket(desk: Desk) -> None:
+    """An empty question only asks, an unknown word is refused with the legal ones."""
+    assert desk.service(SetMode()) == ModeReply(mode="on")
+    assert desk.service(SetMode(mode="observe")) == ModeReply(mode="observe")
+    assert desk.service(SetMode()) == ModeReply(mode="observe")
+    refusal = desk.service(SetMode(mode="auto"))
+    assert isinstance(refusal, Refusal)
+    assert "'auto': expected one of off, observe, on" in refusal.why
+
+
+def test_a_full_mailbox_is_said(desk: Desk) -> None:
+    """An engine that never steps cannot hear; the operator learns it."""
+    while desk.extension.mailbox.post(SwitchMode("on")):
+        pass
+    reply = desk.service(SetMode(mode="off"))
+    assert isinstance(reply, ModeReply)
+    assert (reply.mode, "mailbox is full" in reply.why) == ("on", True)
+
+
+# --- harmless failure ------------------------------------------------------------------------
+
+
+def spoil_arrived(desk: Desk) -> Any:
+    """Admit a request without a member that is read."""
+    call = request("bad")
+    del call.sampling_params
+    return desk.extension.arrived(call)
+
+
+def spoil_looked_at(desk: Desk) -> Any:
+    """Look at a request without a member that is read."""
+    desk.extension.arrived(request("bad"))
+    return desk.extension.looked_at(SimpleNamespace(request_id="bad"), 0)
+
+
+def spoil_admitted(desk: Desk) -> Any:
+    """Likewise."""
+    desk.extension.arrived(request("bad"))
+    return desk.extension.admitted(SimpleNamespace(request_id="bad"), None)
+
+
+def spoil_step_scheduled(desk: Desk) -> Any:
+    """Schedule a request that was never announced."""
+    return desk.extension.step_scheduled(step(cached={"unknown": ([], 0, 1)}))
+
+
+def spoil_loads_failed(desk: Desk) -> Any:
+    """Report something that is no set."""
+    failed: Any = None
+    return desk.extension.loads_failed(failed)
+
+
+def spoil_blocks_loaded(desk: Desk) -> Any:
+    """Announce a block beyond the pool."""
+    return desk.extension.blocks_loaded([10**6])
+
+
+def spoil_step_processed(desk: Desk) -> Any:
+    """Process a step with a table that is gone."""
+    desk.extension.ledger.schedule([("r", 1, True)])
+    desk.extension.ledger.written = []
+    return desk.extension.step_processed()
+
+
+def spoil_finished(desk: Desk) -> Any:
+    """End a call without its hashes."""
+    call = request("bad")
+    desk.extension.arrived(call)
+    call.status, call.block_hashes, call.num_computed_tokens = "answered", None, 16
+    return desk.extension.finished(call, [1, 2, 3], None)
+
+
+def spoil_before_choice(desk: Desk) -> Any:
+    """Choose blocks with a command in the mailbox that nobody understands."""
+    desk.extension.mailbox.post(SwitchMode("sideways"))
+    return desk.flood(NUM_BLOCKS - 1) and None
+
+
+SPOILERS: list[Callable[[Desk], Any]] = [
+    spoil_arrived,
+    spoil_looked_at,
+    spoil_admitted,
+    spoil_step_scheduled,
+    spoil_loads_failed,
+    spoil_blocks_loaded,
+    spoil_step_processed,
+    spoil_finished,
+    spoil_before_choice,
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILERS, ids=lambda f: f.__name__.removeprefix("spoil_"))
+def test_a_hook_that_fails_gives_the_engine_back(
+    spoil: Callable[[Desk], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It switches the extension off once, the stock queue is back, and the engine goes on."""
+    caplog.set_level(logging.ERROR)
+    desk = Desk()
+    desk.call(num_blocks=4)
+    heard: list[Mode] = []
+    desk.extension.when_mode_changes(heard.append)
+    assert spoil(desk) is None, "nothing reaches vLLM"
+    assert desk.extension.broken is not None
+    assert type(desk.pool.free_block_queue) is FakeQueue
+    assert desk.pool.get_num_free_blocks() == NUM_BLOCKS - 1, "every block is back"
+    assert heard == [Mode.OFF]
+    for other in SPOILERS:
+        assert other(desk) is None
+    assert len(desk.flood(NUM_BLOCKS - 1)) == NUM_BLOCKS - 1
+    lines = [r for r in caplog.records if "the engine runs as stock" in r.getMessage()]
+    assert len(lines) == 1
+    assert ask(desk).block_ids == []
+    reply = desk.service(SetMode(mode="on"))
+    assert reply == ModeReply(mode="off", why=desk.extension.broken)
+    hello = desk.service(Hello())
+    assert isinstance(hello, HelloReply)
+    assert (hello.mode, hello.missing) == ("off", [desk.extension.broken])
+
+
+def test_an_unsupported_engine_stays_stock() -> None:
+    """Nothing is replaced, and the reason is told to whoever asks."""
+    why = "speculative decoding: rejected drafts rewrite blocks"
+    desk = Desk(facts={"unsupported": (why,)})
+    assert type(desk.pool.free_block_queue) is FakeQueue
+    assert ask(desk) == PeekReply(start_id="", generation=0, block_ids=[], epochs=[])
+    assert check(desk, ask(desk)) == 0
+    hello = desk.service(Hello())
+    assert isinstance(hello, HelloReply)
+    assert hello.missing == [f"unsupported: {why}"]
+
+
+def test_a_surprise_of_the_self_test_leaves_the_engine_stock() -> None:
+    """Never half on."""
+
+    class Renamed(FakePool):
+        touch = None  # type: ignore[assignment]  # a vLLM that has renamed it
+
+    desk = Desk(pool_type=Renamed)
+    assert desk.extension.broken == "the self-test found: Renamed has no touch"
+    assert type(desk.pool.free_block_queue) is FakeQueue
+
+
+def test_a_pool_of_another_size_leaves_the_engine_stock() -> None:
+    """The real queue is looked at before anything is taken from it."""
+    desk = Desk(facts={"num_blocks": NUM_BLOCKS - 1})
+    assert desk.extension.broken is not None
+    assert "cannot be taken over" in desk.extension.broken
+    assert type(desk.pool.free_block_queue) is FakeQueue
+    assert desk.pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+# --- service ---------------------------------------------------------------------------------
+
+
+def test_hello_says_what_a_peer_needs(desk: Desk) -> None:
+    """Identity, generation, fingerprint and what an operator would want to switch on."""
+    desk = Desk(facts={"missing": ("tool parser off",)})
+    service = Service(desk.extension, fingerprint={"a": "b"}, endpoint=("127.0.0.1", 5600))
+    reply = service(Hello())
+    assert isinstance(reply, HelloReply)
+    assert desk.extension.source is not None
+    assert reply.start_id == desk.extension.source.start_id
+    assert (reply.engine_id, reply.side, reply.mode) == ("single-0", "single", "on")
+    assert (reply.nixl_host, reply.nixl_port) == ("127.0.0.1", 5600)
+    assert (reply.fingerprint, reply.missing) == ({"a": "b"}, ["tool parser off"])
+    desk.pool.reset_prefix_cache()
+    again = service(Hello())
+    assert isinstance(again, HelloReply)
+    assert again.generation == reply.generation + 1
+
+
+def test_stats_are_numbers(desk: Desk) -> None:
+    """Counters and gauges of extension and pulls in one answer."""
+    desk.call()
+    service = Service(desk.extension, fingerprint={}, more_stats=lambda: {"pulled_blocks": 7.0})
+    reply = service(Stats())
+    assert isinstance(reply, StatsReply)
+    assert (reply.counters["calls"], reply.counters["pulled_blocks"]) == (1.0, 7.0)
+    assert reply.gauges["blocks"] == NUM_BLOCKS
+    assert isinstance(desk.pool.free_block_queue, FreeQueue)
