@@ -67,12 +67,6 @@ ENVIRONMENTS: Final = {
         modules=("torch", "nixl", "vllm", "turncache_server", "pytest"),
         size_gib=6,
     ),
-    "openai-floor": Environment(
-        folder="build/openai-floor-venv",
-        locks=("dev.lock", "openai-floor.lock"),
-        modules=("turncache", "openai", "pytest"),
-        size_gib=0.5,
-    ),
 }
 
 
@@ -133,7 +127,7 @@ class Builder:
             return
         if not found and not self._works():
             self._create()
-        modules = ("turncache", "turncache_server")
+        modules: tuple[str, ...] = ("turncache", "turncache_server")
         if found.get("packages") != wanted["packages"]:
             self._install(wanted_pins)
             modules = self.environment.modules

@@ -17,6 +17,7 @@ from turncache_tools.shell import CHECK_FAILED, progress, write_json, write_tabl
 
 TIMEOUT_S: Final = 5.0
 
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 Addresses = Annotated[
     list[str],
     typer.Argument(help="Control sockets: tcp://127.0.0.1:5800, 127.0.0.1:5800 or 5800."),
@@ -32,6 +33,7 @@ def mode(
             help="Control sockets, then the mode; without a mode it only asks.",
         ),
     ],
+    timeout: Timeout = TIMEOUT_S,
     as_json: Json = False,
 ) -> None:
     """Switch engines to on, observe or off, without a restart; or ask what they are in."""
@@ -39,7 +41,7 @@ def mode(
     addresses = control_addresses(engines[:-1] if wanted else engines)
     with closing(ControlClient()) as client:
         replies = {
-            address: client.ask(address, SetMode(mode=wanted), ModeReply, timeout_s=TIMEOUT_S)
+            address: client.ask(address, SetMode(mode=wanted), ModeReply, timeout_s=timeout)
             for address in addresses
         }
     if as_json:
@@ -52,12 +54,12 @@ def mode(
         raise typer.Exit(CHECK_FAILED)
 
 
-def stats(engines: Addresses, as_json: Json = False) -> None:
+def stats(engines: Addresses, timeout: Timeout = TIMEOUT_S, as_json: Json = False) -> None:
     """Show counters and gauges of the extension, one column per engine."""
     addresses = control_addresses(engines)
     with closing(ControlClient()) as client:
         replies = {
-            address: client.ask(address, Stats(), StatsReply, timeout_s=TIMEOUT_S)
+            address: client.ask(address, Stats(), StatsReply, timeout_s=timeout)
             for address in addresses
         }
     if as_json:

@@ -55,6 +55,9 @@ def stack_spec(
     router_settings: Annotated[
         list[str] | None, typer.Option("--set-router", help="Setting of the router: name=value.")
     ] = None,
+    stop_grace: Annotated[
+        float, typer.Option(help="Seconds between TERM and KILL when a part is stopped.")
+    ] = 2.0,
     host: Annotated[
         str, typer.Option(help="Address that clients reach.", rich_help_panel=_PORTS)
     ] = "127.0.0.1",
@@ -120,6 +123,7 @@ def stack_spec(
         control_port=control_port,
         log_dir=log_dir,
         python=python,
+        stop_grace_s=stop_grace,
         engine_args=extra_arguments(ctx),
     )
 

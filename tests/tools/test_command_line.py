@@ -1,0 +1,138 @@
+"""The command line as a whole: exit codes, help, and what it needs."""
+
+from __future__ import annotations
+
+import builtins
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from types import ModuleType
+
+import pytest
+
+from tests.tools.conftest import Ran
+from turncache.errors import (
+    ConfigError,
+    EngineFault,
+    EnvironmentFault,
+    ProtocolError,
+    TurncacheError,
+    UsageError,
+)
+from turncache_tools.__main__ import main
+from turncache_tools.shell import exit_code
+
+Run = Callable[..., Ran]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("x"), 2),
+        (ConfigError("x", "y"), 2),
+        (ProtocolError("x", "y"), 2),
+        (EnvironmentFault("x"), 3),
+        (EngineFault("x", "y"), 4),
+        (TurncacheError("x"), 1),
+    ],
+)
+def test_the_exit_code_says_who_must_act(error: TurncacheError, code: int) -> None:
+    """Usage 2, environment 3, engine 4."""
+    assert exit_code(error) == code
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("fly",),
+        ("serve",),
+        ("serve", "--model"),
+        ("serve", "--model", "m", "--wings", "2"),
+        ("serve", "--model", "m", "stray"),
+        ("serve", "--model", "m", "--prefill", "one"),
+        ("serve", "--model", "m", "--prefill", "1"),
+        ("serve", "--model", "m", "--mode", "loud"),
+        ("serve", "--model", "m", "--num-blocks", "prefill"),
+        ("serve", "--model", "m", "--num-blocks", "prefill=many"),
+        ("serve", "--model", "m", "--", "--port", "1"),
+        ("flags",),
+        ("flags", "--model", "m", "--merge", "{"),
+        ("flags", "--model", "m", "--merge", "[]"),
+        ("flags", "--model", "m", "--set", "colour=red"),
+        ("router",),
+        ("router", "--config", "/no/such/file"),
+        ("mode",),
+        ("mode", "on"),
+        ("mode", "tcp://192.0.2.1:5800", "on"),
+        ("stats", "somewhere"),
+        ("doctor", "ftp://127.0.0.1:1"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_refused(turncache: Run, arguments: Sequence[str]) -> None:
+    """The code is 2, the message is on standard error, and no data is printed."""
+    ran = turncache(*arguments)
+    assert (ran.code, ran.out if arguments else "") == (2, "")
+    assert ran.err or not arguments
+
+
+@pytest.mark.parametrize("verb", ["serve", "flags", "router", "mode", "stats", "doctor"], ids=str)
+def test_every_verb_has_help_and_json(turncache: Run, verb: str) -> None:
+    """Help names the verb's options, and every verb speaks JSON."""
+    ran = turncache(verb, "--help")
+    assert ran.code == 0
+    assert "--json" in ran.out
+
+
+def test_the_version_is_ours(turncache: Run) -> None:
+    """The version of the distribution is printed."""
+    ran = turncache("--version")
+    assert ran.code == 0
+    assert ran.out.startswith("turncache ")
+
+
+def test_the_command_is_installed() -> None:
+    """The distribution has one command, and it is this one."""
+    (command,) = entry_points(group="console_scripts", name="turncache")
+    assert command.load() is main
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_the_way_out_is_printed(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The code is 3, and the line to install is in the message."""
+    real = builtins.__import__
+
+    def refuse(
+        name: str,
+        globals_: Mapping[str, object] | None = None,
+        locals_: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
+    ) -> ModuleType:
+        if name.partition(".")[0] == missing:
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        return real(name, globals_, locals_, fromlist, level)
+
+    for name in [name for name in sys.modules if name.startswith("turncache_tools.")]:
+        if not name.startswith(("turncache_tools.demo", "turncache_tools.__main__")):
+            monkeypatch.delitem(sys.modules, name)
+    # There is no environment without the extra to run this in.
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert main(["--help"]) == 3
+    assert "pip install 'turncache[tools]'" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module() -> None:
+    """``python -m turncache_tools`` is the command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "turncache_tools", "fly"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "No such command 'fly'" in done.stderr

@@ -1,0 +1,110 @@
+"""``turncache mode``, ``stats`` and ``doctor`` against control sockets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.fakes.vllm_program import write_python
+from tests.tools.conftest import ControlledEngine, Ran
+
+Run = Callable[..., Ran]
+Control = Callable[..., ControlledEngine]
+
+
+def test_modes_are_switched_together(turncache: Run, control: Control) -> None:
+    """All named engines are in the mode afterwards, and both addresses are shown."""
+    engines = [control(), control(mode="observe")]
+    ran = turncache("mode", *(engine.address for engine in engines), "off")
+    assert ran.code == 0
+    assert [engine.mode for engine in engines] == ["off", "off"]
+    assert all(engine.address in ran.out for engine in engines)
+
+
+def test_a_mode_can_be_asked_for(turncache: Run, control: Control) -> None:
+    """Without a mode nothing is changed; a port alone is an address."""
+    engine = control(mode="observe")
+    port = engine.address.rpartition(":")[2]
+    ran = turncache("mode", port, "--json")
+    assert ran.code == 0
+    assert json.loads(ran.out) == {engine.address: {"mode": "observe", "why": ""}}
+
+
+def test_an_engine_that_does_not_switch_fails_the_command(turncache: Run, control: Control) -> None:
+    """The engine's reason is shown, and the code is 1."""
+    engine = control(mode="off", stays="the self-test failed")
+    ran = turncache("mode", engine.address, "on")
+    assert ran.code == 1
+    assert "the self-test failed" in ran.out
+    assert f"not in mode on: {engine.address}" in ran.err
+
+
+def test_an_engine_that_does_not_answer_is_an_engine_fault(turncache: Run) -> None:
+    """The code is 4, and the address is named."""
+    ran = turncache("stats", "tcp://127.0.0.1:1", "--timeout", "0.2")
+    assert ran.code == 4
+    assert "tcp://127.0.0.1:1" in ran.err
+
+
+def test_stats_have_a_column_per_engine(turncache: Run, control: Control) -> None:
+    """A number that one engine does not have is a dash, in JSON it is absent."""
+    first, second = control(stats={"pulls": 3, "pull_s": 0.25}), control()
+    addresses = (first.address, second.address)
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in turncache("stats", *addresses).out.splitlines()
+    }
+    assert rows["pulls"] == ["3", "-"]
+    assert rows["pull_s"] == ["0.25", "-"]
+    assert rows["free_blocks"] == ["7", "7"]
+    data = json.loads(turncache("stats", *addresses, "--json").out)
+    assert data[first.address]["counters"] == {"pulls": 3, "pull_s": 0.25}
+    assert data[second.address] == {"counters": {}, "gauges": {"free_blocks": 7}}
+
+
+def test_doctor_finds_a_complete_environment_well(turncache: Run, engine_python: str) -> None:
+    """Every finding is ok or a note, and the code is 0."""
+    ran = turncache("doctor", "--python", engine_python, "--json")
+    assert ran.code == 0
+    verdicts = {f["subject"]: f["verdict"] for f in json.loads(ran.out)}
+    assert verdicts == {"vllm": "ok", "turncache": "ok", "nixl": "ok", "machine": "ok"}
+
+
+def test_doctor_names_what_is_missing(turncache: Run, tmp_path: Path) -> None:
+    """A missing vLLM fails; missing NIXL is a note, because one engine needs none."""
+    python = write_python(tmp_path, version=None, nixl=False)
+    ran = turncache("doctor", "--python", python, "--json")
+    assert ran.code == 1
+    verdicts = {f["subject"]: f["verdict"] for f in json.loads(ran.out)}
+    assert (verdicts["vllm"], verdicts["nixl"]) == ("failed", "note")
+
+
+def test_doctor_compares_engines(turncache: Run, control: Control, engine_python: str) -> None:
+    """Engines that cannot exchange KV are named with both values."""
+    first = control()
+    second = control(hello={"fingerprint": {"model": "other"}, "missing": ["a tool parser"]})
+    ran = turncache("doctor", first.address, second.address, "--python", engine_python, "--json")
+    assert ran.code == 1
+    findings = {f["subject"]: f for f in json.loads(ran.out)}
+    assert findings[first.address]["verdict"] == "ok"
+    assert findings[second.address]["verdict"] == "note"
+    assert "a tool parser" in findings[second.address]["detail"]
+    assert findings["same KV"]["verdict"] == "failed"
+    assert "'m'" in findings["same KV"]["detail"]
+    assert "'other'" in findings["same KV"]["detail"]
+
+
+def test_doctor_agrees_when_engines_match(
+    turncache: Run, control: Control, engine_python: str
+) -> None:
+    """Equal fingerprints are said to be equal; a router that is not there is not."""
+    engines = [control(), control()]
+    ran = turncache(
+        "doctor",
+        *(engine.address for engine in engines),
+        *("--python", engine_python, "--router", "http://127.0.0.1:1"),
+    )
+    assert ran.code == 1
+    assert "engines can exchange KV" in ran.out
+    assert "does not answer /health" in ran.out

@@ -1,0 +1,59 @@
+"""``turncache router``: the router alone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.tools.conftest import Ran
+
+Run = Callable[..., Ran]
+CONFIG = """
+port = 0
+[[engines]]
+name = "single-0"
+side = "single"
+url = "http://127.0.0.1:8100"
+"""
+
+
+def test_a_configuration_is_checked_without_starting(turncache: Run, tmp_path: Path) -> None:
+    """What was read is shown, for people and for programs."""
+    path = tmp_path / "router.toml"
+    path.write_text(CONFIG)
+    ran = turncache("router", "--config", str(path), "--check", "--json")
+    assert ran.code == 0
+    assert json.loads(ran.out)["engines"] == [
+        {"name": "single-0", "side": "single", "url": "http://127.0.0.1:8100", "control": None}
+    ]
+    assert "1 engines" in turncache("router", "--config", str(path), "--check").out
+
+
+def test_a_wrong_configuration_names_the_setting(turncache: Run, tmp_path: Path) -> None:
+    """The code is 2."""
+    path = tmp_path / "router.toml"
+    path.write_text(CONFIG.replace("port", "harbour"))
+    ran = turncache("router", "--config", str(path), "--check")
+    assert ran.code == 2
+    assert "harbour: no such setting" in ran.err
+
+
+def test_the_router_runs_until_it_is_told_to_end(tmp_path: Path) -> None:
+    """It serves in the foreground, says where, and ends in order."""
+    path = tmp_path / "router.toml"
+    path.write_text(CONFIG)
+    command = [sys.executable, "-m", "turncache_tools", "router", "--config", str(path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr is not None
+        for line in program.stderr:
+            if "router listens on http://127.0.0.1:" in line:
+                break
+        else:
+            raise AssertionError("it did not say where it listens")
+        program.send_signal(signal.SIGTERM)
+        program.communicate(timeout=20)
+    assert program.returncode == 0
