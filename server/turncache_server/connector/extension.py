@@ -449,8 +449,10 @@ class Extension:
     def counters(self) -> dict[str, float]:
         """Return the totals since start."""
         stats = self.table.stats()
+        # Copied at once: the engine thread may be counting.
+        totals = list(self.book.totals.items())
         return {
-            **{name: float(value) for name, value in self.book.totals.items()},
+            **{name: float(value) for name, value in totals},
             "evicted_wanted_blocks": float(stats.evicted_wanted_blocks_total),
             "superseded_chains": float(stats.superseded_total),
             "clipped_retentions": float(stats.clipped_total),

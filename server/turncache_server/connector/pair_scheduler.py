@@ -26,10 +26,15 @@ from turncache_server.connector.config import Settings, engine_facts
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.fingerprint import engine_fingerprint
 from turncache_server.connector.peers import PeerBook, PeerState
-from turncache_server.connector.pull import PullBook, Read
+from turncache_server.connector.pull import Pull, PullBook, Read
 from turncache_server.connector.service import Service
 from turncache_server.connector.versions import settings_for
-from turncache_server.connector.worker import PeerEndpoint, TurncacheMetadata, WorkerReport
+from turncache_server.connector.worker import (
+    PeerEndpoint,
+    ReadKey,
+    TurncacheMetadata,
+    WorkerReport,
+)
 from turncache_server.control.server import ControlServer
 
 logger = logging.getLogger(__name__)
@@ -83,12 +88,20 @@ class PairScheduler(NixlBaseConnectorScheduler):
     """One engine's hooks; runs on the engine thread."""
 
     def __init__(
-        self, vllm_config: Any, engine_id: str, kv_cache_config: Any, settings: Settings
+        self,
+        vllm_config: Any,
+        engine_id: str,
+        kv_cache_config: Any,
+        settings: Settings,
+        *,
+        peers: PeerBook | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         facts = engine_facts(vllm_config, kv_cache_config, _compat.VLLM_VERSION)
         settings = settings_for(settings, facts.vllm_version)
-        self.extension = Extension(facts, settings, answered=_compat.ANSWERED)
+        self.extension = Extension(facts, settings, answered=_compat.ANSWERED, clock=clock)
+        self._clock = clock
         self._fingerprint = engine_fingerprint(
             vllm_config,
             vllm_version=facts.vllm_version,
@@ -98,14 +111,16 @@ class PairScheduler(NixlBaseConnectorScheduler):
         )
         self._settings = settings
         self._facts = facts
-        self._peers = PeerBook(settings.peers, self._fingerprint, ask_timeout_s=ASK_TIMEOUT_S)
+        self._peers = peers or PeerBook(
+            settings.peers, self._fingerprint, ask_timeout_s=ASK_TIMEOUT_S
+        )
         self._pulls = PullBook(
             self._peers,
             block_size=facts.block_size,
             threshold_tokens=settings.recompute_threshold,
             timeout_s=settings.pull_timeout_s,
         )
-        self._abandoned: dict[str, list[_Abandoned]] = {}
+        self._abandoned: dict[ReadKey, _Abandoned] = {}
         self._greeted: set[str] = set()
         self._pool: Any = None
         self._control: ControlServer | None = None
@@ -139,9 +154,11 @@ class PairScheduler(NixlBaseConnectorScheduler):
 
     def stats(self) -> dict[str, float]:
         """Return totals of the pulls and of what abandoned reads withhold."""
-        withheld = sum(len(a.blocks) for reads in list(self._abandoned.values()) for a in reads)
+        # Copied at once: the engine thread may be counting.
+        totals = list(self.totals.items())
+        withheld = sum(len(read.blocks) for read in list(self._abandoned.values()))
         return {
-            **{name: float(value) for name, value in self.totals.items()},
+            **{name: float(value) for name, value in totals},
             "abandoned_blocks": float(withheld),
             "pulls_in_flight": float(len(self._pulls)),
         }
@@ -182,12 +199,12 @@ class PairScheduler(NixlBaseConnectorScheduler):
             return Reason.OVER_BUDGET
         full = (request.num_prompt_tokens - 1) // self._facts.block_size
         hashes = [bytes(chain_hash) for chain_hash in request.block_hashes[:full]]
-        return self._pulls.start(request.request_id, session, source, hashes, time.monotonic())
+        return self._pulls.start(request.request_id, session, source, hashes, self._clock())
 
     def _over_cap(self) -> bool:
         if not self._abandoned:
             return False
-        withheld = sum(len(a.blocks) for reads in self._abandoned.values() for a in reads)
+        withheld = sum(len(read.blocks) for read in self._abandoned.values())
         return withheld > ABANDONED_SHARE * self._facts.num_blocks
 
     @_harmless(_NO_TOKENS)
@@ -198,7 +215,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
         self.extension.looked_at(request, num_computed_tokens)
         if not self.extension.acting:
             return 0, False
-        tokens = self._pulls.look(request.request_id, num_computed_tokens, time.monotonic())
+        tokens = self._pulls.look(request.request_id, num_computed_tokens, self._clock())
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -209,7 +226,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
                 blocks.blocks[0],
                 num_external_tokens,
                 self._pool.cached_block_hash_to_block,
-                time.monotonic(),
+                self._clock(),
             )
         else:
             self.extension.admitted(request, self._pulls.get(request.request_id))
@@ -230,13 +247,14 @@ class PairScheduler(NixlBaseConnectorScheduler):
 
     def _order(self, meta: TurncacheMetadata, read: Read) -> None:
         meta.deadlines_s[read.request_id] = read.deadline_s
+        meta.attempts[read.request_id] = read.attempt
         meta.add_new_req_to_recv(
             request_id=read.request_id,
             local_block_ids=(read.local_blocks,),
             kv_transfer_params={
                 "remote_block_ids": (read.remote_blocks,),
                 "remote_engine_id": read.engine_id,
-                "remote_request_id": f"tc-{read.request_id}",
+                "remote_request_id": f"tc-{read.request_id}-{read.attempt}",
                 "remote_host": read.host,
                 "remote_port": read.port,
                 "tp_size": read.tp_size,
@@ -277,7 +295,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
             if isinstance(report, WorkerReport):
                 self._take_report(report)
             back = self._pulls.completed(
-                finished, failed, self._pool.cached_block_hash_to_block, time.monotonic()
+                finished, failed, self._pool.cached_block_hash_to_block, self._clock()
             )
         except Exception as error:
             logger.exception("turncache: hook update_connector_output failed")
@@ -293,30 +311,32 @@ class PairScheduler(NixlBaseConnectorScheduler):
 
     def _take_report(self, report: WorkerReport) -> None:
         """Keep the destination of an abandoned read touched until its transfer is gone."""
-        for request_id, ranks in report.abandoned.items():
-            pull = self._pulls.get(request_id)
-            if pull is None or not pull.blocks:
+        for read, ranks in report.abandoned.items():
+            pull = self._pulls.get(read[0])
+            if (known := self._abandoned.get(read)) is not None:
+                known.open_ranks += ranks
+            elif pull is not None and pull.blocks:
+                self._abandon(read, ranks, pull)
+        for read, ranks in report.released.items():
+            held = self._abandoned.get(read)
+            if held is None:
                 continue
-            blocks = list(pull.blocks)
-            self._pool.touch(blocks)
-            self.totals["reads_abandoned"] += 1
-            logger.error(
-                "turncache: a read from peer %s was abandoned; %d blocks are withheld until "
-                "its transfer is gone, and a cache reset or sleep is refused meanwhile",
-                pull.peer.name,
-                len(blocks),
-            )
-            self._abandoned.setdefault(request_id, []).append(
-                _Abandoned(blocks, ranks, pull.peer.name)
-            )
-        for request_id, ranks in report.released.items():
-            for read in self._abandoned.get(request_id, ())[:1]:
-                read.open_ranks -= ranks
-                if read.open_ranks <= 0:
-                    self._abandoned[request_id].remove(read)
-                    self._pool.free_blocks(read.blocks)
-            if not self._abandoned.get(request_id):
-                self._abandoned.pop(request_id, None)
+            held.open_ranks -= ranks
+            if held.open_ranks <= 0:
+                del self._abandoned[read]
+                self._pool.free_blocks(held.blocks)
+
+    def _abandon(self, read: ReadKey, ranks: int, pull: Pull) -> None:
+        blocks = list(pull.blocks)
+        self._pool.touch(blocks)
+        self._abandoned[read] = _Abandoned(blocks, ranks, pull.peer.name)
+        self.totals["reads_abandoned"] += 1
+        logger.error(
+            "turncache: a read from peer %s was abandoned; %d blocks are withheld until "
+            "its transfer is gone, and a cache reset or sleep is refused meanwhile",
+            pull.peer.name,
+            len(blocks),
+        )
 
     def step_processed(self) -> None:
         """Mark what the oldest step has written (``take_events``)."""

@@ -93,11 +93,13 @@ class Read:
     """A read for the workers to start.
 
     Attributes:
+        attempt: which read of its request it is, from 1.
         remote_blocks: block ids at the source, one per local block.
         deadline_s: remaining seconds, counted from when the workers receive it.
     """
 
     request_id: str
+    attempt: int
     request: Any
     local_blocks: list[int]
     remote_blocks: list[int]
@@ -277,6 +279,7 @@ class PullBook:
         deadline_s = self.timeout_s(len(answer.block_ids)) - (now_s - started_s)
         return Read(
             request_id=pull.request_id,
+            attempt=pull.attempts,
             request=request,
             local_blocks=[block.block_id for block in pull.blocks],
             remote_blocks=answer.block_ids[first : first + count],

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 
 from turncache.errors import ConfigError
-from turncache_server.connector.config import parse_settings
+from turncache_server.connector.config import Settings, parse_settings
 from turncache_server.connector.pair_scheduler import PairScheduler
 from turncache_server.connector.worker import TurncacheWorker
 
@@ -49,11 +49,15 @@ class TurncacheConnector(NixlBaseConnector):
             )
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self.connector_scheduler = PairScheduler(
-                vllm_config, self.engine_id, kv_cache_config, settings
-            )
+            self.connector_scheduler = self._make_scheduler(vllm_config, kv_cache_config, settings)
         else:
             self.connector_worker = TurncacheWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    def _make_scheduler(
+        self, vllm_config: Any, kv_cache_config: Any, settings: Settings
+    ) -> PairScheduler:
+        """Make the scheduler side; where a test puts other peers and another clock."""
+        return PairScheduler(vllm_config, self.engine_id, kv_cache_config, settings)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -45,6 +45,7 @@ class TurncacheMetadata(NixlConnectorMetadata):
 
     Attributes:
         deadlines_s: remaining seconds by request, for the reads that start in this step.
+        attempts: which read of its request it is, likewise.
         failures: requests to report as finished and failed: verify refused them.
         handshakes: peers to shake hands with before the first read needs it.
         report: answer with a report even when there is nothing to say, so that the
@@ -54,22 +55,27 @@ class TurncacheMetadata(NixlConnectorMetadata):
     def __init__(self) -> None:
         super().__init__()
         self.deadlines_s: dict[str, float] = {}
+        self.attempts: dict[str, int] = {}
         self.failures: set[str] = set()
         self.handshakes: tuple[PeerEndpoint, ...] = ()
         self.report = False
 
 
+#: A read: request id and attempt. The transfers of two attempts end in any order.
+ReadKey = tuple[str, int]
+
+
 @dataclass(slots=True, kw_only=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What the ranks say about abandoned reads: how many of them, by request.
+    """What the ranks say about abandoned reads: how many of them, by read.
 
     Attributes:
-        abandoned: ranks that abandoned the request's read in this step.
+        abandoned: ranks that abandoned the read in this step.
         released: ranks on which an abandoned read's transfer is gone.
     """
 
-    abandoned: dict[str, int] = field(default_factory=dict)
-    released: dict[str, int] = field(default_factory=dict)
+    abandoned: dict[ReadKey, int] = field(default_factory=dict)
+    released: dict[ReadKey, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add another rank's counts."""
@@ -78,8 +84,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
                 (self.abandoned, other.abandoned),
                 (self.released, other.released),
             ):
-                for request_id, ranks in theirs.items():
-                    mine[request_id] = mine.get(request_id, 0) + ranks
+                for read, ranks in theirs.items():
+                    mine[read] = mine.get(read, 0) + ranks
         return self
 
 
@@ -93,8 +99,10 @@ class TurncacheWorker(NixlPullConnectorWorker):
             # The stock worker moves itself to the last core of each NUMA node, where the
             # workers of two engines on one machine starve each other.
             os.sched_setaffinity(0, affinity)
+        self._clock = time.perf_counter
         self._deadlines: dict[str, float] = {}
-        self._abandoned: dict[str, list[int]] = {}
+        self._attempts: dict[str, int] = {}
+        self._abandoned: dict[ReadKey, list[int]] = {}
         self._report = WorkerReport()
         self._must_report = False
         self._failures: set[str] = set()
@@ -102,9 +110,10 @@ class TurncacheWorker(NixlPullConnectorWorker):
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         """Start this step's reads and take its orders."""
         if isinstance(metadata, TurncacheMetadata):
-            now = time.perf_counter()
+            now = self._clock()
             for request_id, left_s in metadata.deadlines_s.items():
                 self._deadlines[request_id] = now + left_s
+            self._attempts.update(metadata.attempts)
             self._failures |= metadata.failures
             self._must_report = metadata.report
             for peer in metadata.handshakes:
@@ -124,6 +133,7 @@ class TurncacheWorker(NixlPullConnectorWorker):
         self._poll_abandoned()
         for request_id in results.finished_recving:
             self._deadlines.pop(request_id, None)
+            self._attempts.pop(request_id, None)
         failed = late | self._failures
         self._failures = set()
         results.finished_recving |= failed
@@ -131,11 +141,12 @@ class TurncacheWorker(NixlPullConnectorWorker):
         return results
 
     def _abandon_late(self) -> set[str]:
-        now = time.perf_counter()
+        now = self._clock()
         late = {request_id for request_id, at in self._deadlines.items() if at <= now}
         gone: set[str] = set()
         for request_id in late:
             del self._deadlines[request_id]
+            read = (request_id, self._attempts.pop(request_id, 0))
             if self._recving_metadata.pop(request_id, None) is None:
                 continue
             handles = self._recving_transfers.pop(request_id, [])
@@ -147,21 +158,19 @@ class TurncacheWorker(NixlPullConnectorWorker):
                 len(handles),
             )
             if handles:
-                self._abandoned.setdefault(request_id, []).extend(handles)
-                ranks = self._report.abandoned
-                ranks[request_id] = ranks.get(request_id, 0) + 1
+                self._abandoned[read] = handles
+                self._report.abandoned[read] = 1
             gone.add(request_id)
         return gone
 
     def _poll_abandoned(self) -> None:
-        for request_id in list(self._abandoned):
-            open_handles = [h for h in self._abandoned[request_id] if not self._is_gone(h)]
+        for read in list(self._abandoned):
+            open_handles = [h for h in self._abandoned[read] if not self._is_gone(h)]
             if open_handles:
-                self._abandoned[request_id] = open_handles
+                self._abandoned[read] = open_handles
             else:
-                del self._abandoned[request_id]
-                ranks = self._report.released
-                ranks[request_id] = ranks.get(request_id, 0) + 1
+                del self._abandoned[read]
+                self._report.released[read] = 1
 
     def _is_gone(self, handle: int) -> bool:
         try:
