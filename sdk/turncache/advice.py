@@ -120,7 +120,7 @@ def findings(shape: Shape, reading: Reading) -> Iterator[Finding]:
     before, after = shape.history, reading.history
     if not after.startswith(before) and not before.startswith(after):
         first = num_common(before, after)
-        offset = len(reading.kinds) - len(after) // FINGERPRINT_BYTES
+        offset = reading.start
         if _last_in_place(before, after):
             if reading.kinds[offset + first] != MODEL or _same_results(shape, reading, first):
                 yield Finding(Break.MESSAGE_REWRITTEN, offset + first)
@@ -168,11 +168,8 @@ def _system_findings(shape: Shape, reading: Reading) -> Iterator[Finding]:
     old, new = shape.system, reading.system
     if old == new:
         return
-    first = num_common(old, new)
-    num_instructions = reading.num_system - (
-        len(reading.kinds) - len(reading.history) // FINGERPRINT_BYTES
-    )
-    at = first - num_instructions
+    num_instructions = len(new) // FINGERPRINT_BYTES - reading.start
+    at = num_common(old, new) - num_instructions
     text = reading.instructions or ""
     if at >= 0:
         text = _text(reading.messages[at]) if at < len(reading.messages) else ""
@@ -201,9 +198,8 @@ def _same_results(shape: Shape, reading: Reading, first: int) -> bool:
     results are the model's own: where they agree, it is one answer that was rewritten.
     """
     size = FINGERPRINT_BYTES
-    offset = len(reading.kinds) - len(reading.history) // size
     return any(
-        reading.kinds[offset + at] == TOOL
+        reading.kinds[reading.start + at] == TOOL
         and shape.history[at * size : (at + 1) * size]
         == reading.history[at * size : (at + 1) * size]
         for at in range(first + 1, len(shape.history) // size)

@@ -60,8 +60,10 @@ class Reading:
         model: name of the model.
         messages: the messages or input items, as sent.
         kinds: one letter per message.
-        num_system: leading system messages, instructions counted as one.
-        prints: fingerprints, 8 bytes each; ``instructions`` first when there are any.
+        start: index of the first message after the leading system messages.
+        system: fingerprints of the leading system messages, 8 bytes each; instructions
+            count as the first.
+        history: fingerprints of the messages from ``start`` on.
         tools: the tools offered to the model.
         turn: number of the turn, from 1, None when the body does not show it.
         call: number of the call in its turn, from 1, None likewise.
@@ -74,8 +76,9 @@ class Reading:
     model: str
     messages: Sequence[Any]
     kinds: str
-    num_system: int
-    prints: bytes
+    start: int
+    system: bytes
+    history: bytes
     tools: Tools
     turn: int | None
     call: int | None
@@ -84,26 +87,20 @@ class Reading:
     previous: str | None
     instructions: str | None = None
 
-    @property
-    def system(self) -> bytes:
-        """Fingerprints of the leading system messages."""
-        return self.prints[: self.num_system * FINGERPRINT_BYTES]
-
-    @property
-    def history(self) -> bytes:
-        """Fingerprints of everything after the leading system messages."""
-        return self.prints[self.num_system * FINGERPRINT_BYTES :]
-
     def points(self) -> Iterator[int]:
         """Yield the lengths of history at which a call was or is made, longest first.
 
         A call is made before each run of outputs of the model, and at the end.
         """
-        kinds = self.kinds[len(self.kinds) - len(self.history) // FINGERPRINT_BYTES :]
+        kinds = self.kinds[self.start :]
         yield len(kinds)
         for at in range(len(kinds) - 1, 0, -1):
             if kinds[at] == MODEL and kinds[at - 1] != MODEL:
                 yield at
+
+
+_Known = tuple[Sequence[Any], str, bytes, int]
+_NOTHING: Final[_Known] = ([], "", b"", 0)
 
 
 class Memo:
@@ -119,29 +116,34 @@ class Memo:
         """Start empty."""
         self._max_histories = max_histories
         self._max_chars = max_chars
-        self._histories: OrderedDict[bytes, tuple[Sequence[Any], str, bytes, int]] = OrderedDict()
+        # By marks of the first messages: histories that began alike take turns.
+        self._histories: OrderedDict[tuple[Any, ...], _Known] = OrderedDict()
         self._chars = 0
 
     def read(self, messages: Sequence[Any]) -> tuple[str, bytes]:
         """Return kinds and fingerprints of ``messages``."""
-        head = _fingerprints(messages[:_HEAD])
         if len(messages) <= _HEAD:
-            return _kinds(messages), head
-        known = self._histories.pop(head, None)
-        if known is None:
-            old, kinds, prints, chars = messages[:_HEAD], _kinds(messages[:_HEAD]), head, 0
-        else:
-            old, kinds, prints, chars = known
-            self._chars -= chars
-            if messages[: len(old)] != old:
-                old, kinds, prints, chars = messages[:_HEAD], kinds[:_HEAD], head, 0
+            return _scan(messages)
+        head = tuple([_mark(message) for message in messages[:_HEAD]])
+        old, kinds, prints, chars = self._histories.pop(head, _NOTHING)
+        self._chars -= chars
+        if messages[: len(old)] != old:
+            old, kinds, prints, chars = _NOTHING
         new = messages[len(old) :]
-        kinds, prints = kinds + _kinds(new), prints + _fingerprints(new)
-        self._keep(head, messages[:], kinds, prints, chars + sum(map(_num_chars, new)))
+        if new:
+            new_kinds, new_prints = _scan(new)
+            kinds, prints = kinds + new_kinds, prints + new_prints
+            chars += sum(map(_num_chars, new))
+        self._keep(head, messages[:], kinds, prints, chars)
         return kinds, prints
 
     def _keep(
-        self, head: bytes, messages: Sequence[Any], kinds: str, prints: bytes, chars: int
+        self,
+        head: tuple[Any, ...],
+        messages: Sequence[Any],
+        kinds: str,
+        prints: bytes,
+        chars: int,
     ) -> None:
         self._histories[head] = (messages, kinds, prints, chars)
         self._chars += chars
@@ -157,23 +159,24 @@ def read_call(body: Mapping[str, Any], memo: Memo) -> Reading:
     if "prompt" in body:
         # Legacy completions show text or tokens, and no messages to tell a turn by.
         model = str(body.get("model") or "")
-        return Reading(model, (), "", 0, b"", NO_TOOLS, None, None, None, (), None)
+        return Reading(model, (), "", 0, b"", b"", NO_TOOLS, None, None, None, (), None)
     messages, instructions = _messages(body)
     kinds, prints = memo.read(messages)
-    num_system = 0
-    while kinds[num_system : num_system + 1] == SYSTEM:
-        num_system += 1
+    start = 0
+    while kinds[start : start + 1] == SYSTEM:
+        start += 1
+    system, history = prints[: start * FINGERPRINT_BYTES], prints[start * FINGERPRINT_BYTES :]
     if instructions is not None:
-        prints = _pack([hash(("instructions", instructions))]) + prints
-        num_system += 1
+        system = _pack([hash(("instructions", instructions))]) + system
     previous = _previous(body)
     turn, call, cause = place_in_turn(kinds)
     return Reading(
         model=str(body.get("model") or ""),
         messages=messages,
         kinds=kinds,
-        num_system=num_system,
-        prints=prints,
+        start=start,
+        system=system,
+        history=history,
         tools=read_tools(body.get("tools")),
         # The server keeps the rest of the history: what is here shows the cause only.
         turn=None if previous else turn,
@@ -247,21 +250,48 @@ def _messages(body: Mapping[str, Any]) -> tuple[Sequence[Any], str | None]:
 
 def _previous(body: Mapping[str, Any]) -> str | None:
     previous = body.get("previous_response_id") or body.get("conversation")
-    if isinstance(previous, Mapping):
+    if isinstance(previous, dict):
         previous = previous.get("id")
     return previous if isinstance(previous, str) and previous else None
 
 
-def _kinds(messages: Sequence[Any]) -> str:
-    return "".join([_kind(message) for message in messages])
+def _scan(messages: Sequence[Any]) -> tuple[str, bytes]:
+    """Return kinds and fingerprints: the one pass over messages, kept in one loop."""
+    kinds: list[str] = []
+    prints: list[int] = []
+    for message in messages:
+        role = content = None
+        if type(message) is dict:
+            role, content = message.get("role"), message.get("content")
+        kinds.append(_ROLES.get(role, OTHER) if type(role) is str else _kind_of_item(message))
+        # A string keeps its hash: the common shapes cost no pass over the text.
+        if type(content) is not str or type(role) is not str:
+            prints.append(_fingerprint(message))
+        elif len(message) == 2:
+            prints.append(hash((role, content)))
+        elif len(message) == 3 and type(message.get("tool_call_id")) is str:
+            prints.append(hash((role, content, message["tool_call_id"])))
+        else:
+            rest = [item for item in message.items() if item[0] != "content"]
+            prints.append(hash((content, _bytes_of(sorted(rest)))))
+    return "".join(kinds), _pack(prints)
 
 
-def _kind(message: Any) -> str:
+def _mark(message: Any) -> str | None:
+    """Return a text that tells this message from most others at the same place."""
+    if type(message) is not dict:
+        return None
+    content = message.get("content")
+    if content is None:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list) and calls and isinstance(calls[0], dict):
+            content = calls[0].get("id")
+    return content if type(content) is str else None
+
+
+def _kind_of_item(message: Any) -> str:
     if not isinstance(message, Mapping):
         return OTHER
-    role = message.get("role")
-    if isinstance(role, str):
-        return _ROLES.get(role, OTHER)
     item = message.get("type")
     if not isinstance(item, str):
         return OTHER
@@ -285,25 +315,12 @@ def _results(messages: Sequence[Any], kinds: str) -> tuple[str, ...]:
     return tuple(reversed(found))
 
 
-def _fingerprints(messages: Sequence[Any]) -> bytes:
-    return _pack([_fingerprint(message) for message in messages])
-
-
 def _pack(prints: list[int]) -> bytes:
     return array("q", prints).tobytes()
 
 
 def _fingerprint(message: Any) -> int:
-    # A string keeps its hash: the two common shapes cost no pass over the text.
-    if type(message) is dict:
-        content = message.get("content")
-        if type(content) is str:
-            if len(message) == 2:
-                return hash((message.get("role"), content))
-            if len(message) == 3 and "tool_call_id" in message:
-                return hash((message.get("role"), content, message["tool_call_id"]))
-            rest = [item for item in message.items() if item[0] != "content"]
-            return hash((content, _bytes_of(sorted(rest))))
+    if isinstance(message, dict):
         return hash(_bytes_of(sorted(message.items())))
     return hash(_bytes_of(message))
 

@@ -55,7 +55,10 @@ class Bound:
             raise UsageError(f"hosts={hosts!r}: expected a list of host names")
         return self._copied(
             profile=parse_profile(str(profile), "profile"),
-            hosts=parse_hosts(list(hosts), "hosts"),
+            hosts=(
+                *binding_of(self, RELEVANT).hosts,
+                *parse_hosts(list(hosts), "hosts"),
+            ),
         )
 
     @property

@@ -62,7 +62,7 @@ class Binding:
         family: shared with the client's copies.
         session: session of every call, or None.
         profile: instead of the environment's, or None.
-        hosts: hosts that the user named, beside the environment's.
+        hosts: hosts that the user named, those of the environment included.
         defaults: headers of every call that the caller gave to the constructor, names in
             lower case; only those that matter to us.
     """
@@ -92,7 +92,9 @@ def binding_of(client: Any, relevant: frozenset[str]) -> Binding:
         settings = from_environment()
         with LOCK:
             found = _bindings.get(client) or Binding(
-                family=Family(settings), defaults=_defaults(client, relevant)
+                family=Family(settings),
+                hosts=settings.hosts,
+                defaults=_defaults(client, relevant),
             )
             _bindings.put(client, found)
     return found

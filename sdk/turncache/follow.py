@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
-from turncache.calls import FINGERPRINT_BYTES, Reading
+from turncache.calls import FINGERPRINT_BYTES, MODEL, Reading
 from turncache.protocol import Cause
 
 T = TypeVar("T")
@@ -122,8 +122,8 @@ class Follower(Generic[T]):
 
     @staticmethod
     def _same_agent(line: _Line[T], reading: Reading, length: int) -> bool:
-        start = len(reading.kinds) - len(reading.history) // FINGERPRINT_BYTES
-        return line.system == reading.system or "m" in reading.kinds[start : start + length]
+        known = reading.kinds[reading.start : reading.start + length]
+        return line.system == reading.system or MODEL in known
 
     def _place_by_answer(self, reading: Reading, answer_id: str) -> Placement[T]:
         key = self._answers.get(answer_id)

@@ -12,7 +12,7 @@ import enum
 import functools
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Final
 
 #: Domains of hosted providers: nothing is sent there unless the user names the host.
@@ -80,7 +80,7 @@ class Audience(enum.Enum):
     NEVER = "never"
 
 
-def audience(host: str, port: int | None, named: Iterable[str] = ()) -> Audience:
+def audience(host: str, port: int | None, named: Sequence[str] = ()) -> Audience:
     """Decide what the server at ``host`` and ``port`` gets.
 
     Hosts that the user named come first, then providers, private addresses, and hosts
@@ -89,7 +89,7 @@ def audience(host: str, port: int | None, named: Iterable[str] = ()) -> Audience
     host = host.lower().rstrip(".")
     if not host:
         return Audience.NEVER
-    if any(_matches(pattern, host, port) for pattern in named):
+    if named and any(_matches(pattern, host, port) for pattern in named):
         return Audience.TOLD
     kind = _kind(host)
     if kind is not Audience.UNKNOWN or (host, port) not in _answered:

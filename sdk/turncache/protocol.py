@@ -384,7 +384,7 @@ class CallTags:
             headers[PARENT_HEADER] = check_session_id(self.parent_id, field_name=PARENT_HEADER)
         if self.final:
             headers[FINAL_HEADER] = "true"
-        if tools := format_tools(self.tools):
+        if self.tools and (tools := format_tools(self.tools)):
             headers[TOOLS_HEADER] = tools
         return headers
 

@@ -86,7 +86,7 @@ def _begin(
     binding: Binding, host: tuple[str, int | None], cast_to: Any, options: Any, stream: bool
 ) -> Attempt | None:
     family = binding.family
-    told = audience(*host, (*binding.hosts, *family.settings.hosts))
+    told = audience(*host, binding.hosts)
     explicit = wire.explicit_headers(binding.defaults, options)
     body = _body(options)
     choice = choose(binding, explicit, body)
@@ -247,7 +247,7 @@ def _profile(binding: Binding) -> Profile:
 
 def _body(options: Any) -> Mapping[str, Any]:
     body = options.json_data
-    if not isinstance(body, Mapping):
+    if not isinstance(body, dict):
         return {}
     return {**body, **options.extra_json} if options.extra_json else body
 

@@ -41,14 +41,15 @@ RELEVANT: Final = frozenset(
 )
 
 
-def explicit_headers(defaults: Mapping[str, Any], options: Any) -> dict[str, Any]:
+def explicit_headers(defaults: Mapping[str, Any], options: Any) -> Mapping[str, Any]:
     """Return the relevant headers that the caller gave, by lower-case name.
 
     A value may be upstream's ``Omit``: the caller wants the header left out.
     """
     given = options.headers
-    if not isinstance(given, Mapping):
-        return dict(defaults)
+    # Upstream makes them a plain dict, or an object that says "not given".
+    if not isinstance(given, dict):
+        return defaults
     return {
         **defaults,
         **{name.lower(): value for name, value in given.items() if name.lower() in RELEVANT},

@@ -89,7 +89,8 @@ def test_instructions_count_as_a_system_message() -> None:
     plain = read_call({"input": "hello"}, Memo())
     instructed = read_call({"input": "hello", "instructions": "be brief"}, Memo())
     assert plain.history == instructed.history
-    assert (plain.num_system, instructed.num_system) == (0, 1)
+    assert (len(plain.system), len(instructed.system)) == (0, 8)
+    assert plain.start == instructed.start == 0
     assert plain.system != instructed.system
 
 
@@ -108,14 +109,14 @@ def test_instructions_count_as_a_system_message() -> None:
 def test_every_change_of_a_message_shows(changed: Any) -> None:
     """Absent, null and empty content render differently, and so differ here."""
     message = {"role": "assistant", "content": None}
-    assert read([user(), message]).prints != read([user(), changed]).prints
+    assert read([user(), message]).history != read([user(), changed]).history
 
 
 def test_key_order_of_a_message_does_not_matter() -> None:
     """Templates read a message by key: the order of its keys renders the same."""
     one = {"role": "tool", "tool_call_id": "c1", "content": "42", "name": "search"}
     other = dict(reversed(one.items()))
-    assert read([one]).prints == read([other]).prints
+    assert read([one]).history == read([other]).history
 
 
 def test_key_order_of_a_tool_matters() -> None:
@@ -143,7 +144,11 @@ MESSAGES = st.lists(
     st.one_of(
         st.sampled_from([user(), system(), result(), CALLS, assistant()]),
         st.builds(user, st.text(max_size=3)),
-        st.dictionaries(st.sampled_from(["role", "type", "content", "x"]), JSON, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["role", "type", "content", "tool_call_id", "tool_calls"]),
+            JSON,
+            max_size=4,
+        ),
     ),
     max_size=9,
 )
