@@ -89,6 +89,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return self
 
 
+@dataclass(slots=True)
+class _Abandoned:
+    """Transfers of an abandoned read that may still write."""
+
+    engine_id: str
+    handles: list[int]
+
+
 class TurncacheWorker(NixlPullConnectorWorker):
     """NIXL reads with deadlines; runs in each worker process, on its main thread."""
 
@@ -102,7 +110,7 @@ class TurncacheWorker(NixlPullConnectorWorker):
         self._clock = time.perf_counter
         self._deadlines: dict[str, float] = {}
         self._attempts: dict[str, int] = {}
-        self._abandoned: dict[ReadKey, list[int]] = {}
+        self._abandoned: dict[ReadKey, _Abandoned] = {}
         self._report = WorkerReport()
         self._must_report = False
         self._failures: set[str] = set()
@@ -147,7 +155,8 @@ class TurncacheWorker(NixlPullConnectorWorker):
         for request_id in late:
             del self._deadlines[request_id]
             read = (request_id, self._attempts.pop(request_id, 0))
-            if self._recving_metadata.pop(request_id, None) is None:
+            meta = self._recving_metadata.pop(request_id, None)
+            if meta is None or meta.remote is None:
                 continue
             handles = self._recving_transfers.pop(request_id, [])
             self._pending_recv_notifs.pop(request_id, None)
@@ -158,17 +167,15 @@ class TurncacheWorker(NixlPullConnectorWorker):
                 len(handles),
             )
             if handles:
-                self._abandoned[read] = handles
+                self._abandoned[read] = _Abandoned(meta.remote.engine_id, handles)
                 self._report.abandoned[read] = 1
             gone.add(request_id)
         return gone
 
     def _poll_abandoned(self) -> None:
-        for read in list(self._abandoned):
-            open_handles = [h for h in self._abandoned[read] if not self._is_gone(h)]
-            if open_handles:
-                self._abandoned[read] = open_handles
-            else:
+        for read, abandoned in list(self._abandoned.items()):
+            abandoned.handles = [h for h in abandoned.handles if not self._is_gone(h)]
+            if not abandoned.handles:
                 del self._abandoned[read]
                 self._report.released[read] = 1
 
@@ -181,6 +188,16 @@ class TurncacheWorker(NixlPullConnectorWorker):
         # An error state does not mean that the backend has stopped writing: only a
         # handle that can be released proves it.
         return self._try_release_xfer_handle("abandoned", handle)
+
+    def _engines_with_inflight_transfers(self) -> set[str]:
+        engines: set[str] = super()._engines_with_inflight_transfers()
+        return engines | {abandoned.engine_id for abandoned in self._abandoned.values()}
+
+    def _cleanup_remote_engines(self) -> None:
+        # vLLM looks for the peers of reads that it knows; the descriptors that an abandoned
+        # transfer uses must live as long as the transfer.
+        if not self._abandoned:
+            super()._cleanup_remote_engines()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Report none: whole requests fail, because block ids are ambiguous across groups."""
@@ -203,7 +220,7 @@ class TurncacheWorker(NixlPullConnectorWorker):
 
     def shutdown(self) -> None:
         """Release what was abandoned, then everything else."""
-        for handles in getattr(self, "_abandoned", {}).values():
-            for handle in handles:
+        for abandoned in getattr(self, "_abandoned", {}).values():
+            for handle in abandoned.handles:
                 self._try_release_xfer_handle("abandoned", handle)
         super().shutdown()
