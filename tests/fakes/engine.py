@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import zmq
 from aiohttp import web
 
@@ -46,7 +47,8 @@ class Script:
         status: answer with this error status and ``body``.
         body: body of the error, or of a whole answer with status 200.
         headers: more headers of the answer.
-        die: ``before`` the first byte, or in the ``middle`` of the stream.
+        die: ``before`` the first byte, in the ``middle`` of the stream, or at its ``end``,
+            after the last event.
         events: raw stream to send instead of the generated one.
         split: size of the pieces that the stream is sent in, 0 for one event each.
         until: nothing is sent before this is set.
@@ -297,6 +299,9 @@ class FakeEngine:
             raise
         finally:
             self.num_active -= 1
+            request_id = seen.xargs.get("tc_request", "")
+            if (reply := self.replies.get(request_id)) is not None:
+                self.replies[request_id] = msgspec.structs.replace(reply, done=True)
 
     async def _scripted(
         self, request: web.Request, seen: Seen, script: Script
@@ -344,6 +349,8 @@ class FakeEngine:
             await response.write(event)
             if script.split:
                 await asyncio.sleep(0)
+        if script.die == "end":
+            _cut(request)
         return response
 
     # --- the model and its KV -------------------------------------------------------------
@@ -361,7 +368,6 @@ class FakeEngine:
         self.kv.write(chain)
         self.replies[xargs.get("tc_request", "")] = CallReply(
             found=True,
-            done=True,
             prompt=total,
             local=local,
             returned=held - local,

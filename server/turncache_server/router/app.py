@@ -43,6 +43,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 #: The HTTP parser's own limits lie above ours, so that the answer is ours.
 _PARSER_BYTES: Final = 2 * 1024 * 1024
 _PARSER_HEADERS: Final = 4096
+#: Agents come in bursts; a connection that does not fit waits a second for its next try.
+_BACKLOG: Final = 4096
 
 
 class Router:
@@ -251,7 +253,7 @@ async def _mark(request: web.Request, response: web.StreamResponse) -> None:
 
 
 async def _listen(runner: web.AppRunner, config: RouterConfig) -> web.TCPSite:
-    site = web.TCPSite(runner, config.host, config.port)
+    site = web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG)
     try:
         await site.start()
     except OSError as error:

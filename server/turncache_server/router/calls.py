@@ -16,7 +16,7 @@ from aiohttp import web
 
 from turncache.protocol import OUTCOME_HEADER
 from turncache_server.router.ending import ChatEnding
-from turncache_server.router.errors import EngineRefused, LegFailed
+from turncache_server.router.errors import SERVER_ERROR, ApiError, EngineRefused, LegFailed
 from turncache_server.router.events import CallEnded, CallStarted, OutcomeKnown, OutcomeMissing
 from turncache_server.router.legs import ANSWER_HEADERS
 from turncache_server.router.opening import (
@@ -77,11 +77,28 @@ class ChatCall:
             code, problem = CLIENT_GONE, "client_gone"
             return web.Response(status=CLIENT_GONE)
         except asyncio.CancelledError:
-            code, problem = CLIENT_GONE, "client_gone"
-            raise
+            if not services.switches.draining:
+                code, problem = CLIENT_GONE, "client_gone"
+                raise
+            code, problem = 503, "shutdown"
+            return await self._broken_off()
         finally:
             self._end(code, problem)
         return relayed.response
+
+    async def _broken_off(self) -> web.StreamResponse:
+        """Tell the client that the router does not wait any longer."""
+        error = ApiError(
+            503,
+            "The router is shutting down and broke off the call. Try again.",
+            kind=SERVER_ERROR,
+            code="draining",
+            retry_after_s=self._services.config.retry_after_s,
+        )
+        try:
+            return await self._answer.fail(error)
+        except ClientGone:
+            return web.Response(status=CLIENT_GONE)
 
     async def _serve(self) -> Relayed:
         config = self._services.config
@@ -121,7 +138,8 @@ class ChatCall:
             config=self._services.config,
             completed=lambda: self._advance(opened.engine),
         )
-        streamed = opened.leg.content_type == "text/event-stream"
+        # By what the engine sent, and once pings are out by what the client was promised.
+        streamed = opened.leg.content_type == "text/event-stream" or self._answer.started
         relayed = await (relay.stream() if streamed else relay.whole())
         self._record.ending = relayed.ending
         if relayed.failure is not None:

@@ -98,6 +98,7 @@ def read_chat(body: Body) -> ChatRequest:
             f"min_tokens: {shortest} is more than the longest answer of {longest} tokens.",
             param="min_tokens",
         )
+    _check_dropped(body)
     return ChatRequest(
         model=body.get("model") or None,
         stream=bool(body.get("stream")),
@@ -106,6 +107,18 @@ def read_chat(body: Body) -> ChatRequest:
         max_tokens=longest,
         one_engine=_one_engine(body),
     )
+
+
+def _check_dropped(body: Body) -> None:
+    """Refuse what vLLM refuses of members that the prefill leg leaves out.
+
+    Decode would find it out, but only after prefill has computed the whole prompt.
+    """
+    if body.get("stream_options") and not body.get("stream"):
+        raise invalid("stream_options: only with stream=true.", param="stream_options")
+    for name in ("top_logprobs", "logprob_token_ids"):
+        if body.get(name) and not body.get("logprobs"):
+            raise invalid(f"{name}: only with logprobs=true.", param=name)
 
 
 def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:

@@ -96,6 +96,8 @@ class SseSplitter:
         if not self._started:
             self._started = True
             text = raw.removeprefix(_BOM)
+        if _is_one_line(text):
+            return SseEvent(raw, text[6:-2])
         lines = _LINE_END.split(text) if b"\r" in text else text.split(b"\n")
         values = [
             line[5:].removeprefix(b" ")

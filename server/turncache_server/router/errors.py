@@ -127,10 +127,6 @@ class LegFailed(EngineFault):
 
     def to_api_error(self, retry_after_s: float) -> ApiError:
         """Make the client's error: 503 when nothing was consumed, else 502, or 504 in time."""
-        if self.refusal is not None:
-            error = self.refusal.to_api_error()
-            error.retry_after_s = retry_after_s
-            return error
         status = 503 if not self.consumed else 504 if self.kind == "timeout" else 502
         return ApiError(
             status,

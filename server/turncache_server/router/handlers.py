@@ -25,7 +25,7 @@ from turncache_server.router.body import Body
 from turncache_server.router.calls import ChatCall
 from turncache_server.router.chat import read_chat
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
-from turncache_server.router.legs import FORWARDED_HEADERS
+from turncache_server.router.legs import forwarded
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.opening import CallInput
 from turncache_server.router.plan import PlanHints, Side, Snapshot, check_model, make_plan
@@ -68,7 +68,7 @@ class Handlers:
         """Serve ``POST /v1/chat/completions``."""
         services = self._services
         started_s = services.clock()
-        headers = {name.lower(): value for name, value in request.headers.items()}
+        headers = _lower(request)
         body = Body.parse(await self._json_body(request), max_depth=services.config.max_body_depth)
         chat = read_chat(body)
         request_id = request[REQUEST_ID]
@@ -98,28 +98,28 @@ class Handlers:
         snapshot = self._snapshot()
         side = Side.SINGLE if Side.SINGLE in snapshot.needed_sides else Side.DECODE
         engines = snapshot.of_side(side)
-        live = [engine for engine in engines if engine.live] or engines
-        headers = {
-            name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers
-        }
+        headers = forwarded(_lower(request))
         if self._services.engine_key is not None:
             headers["authorization"] = f"Bearer {self._services.engine_key}"
-        try:
-            status, body = await self._services.upstream.get(
-                self._services.pool.config_of(live[0].name),
-                "/v1/models",
-                headers,
-                timeout_s=self._services.config.health_timeout_s,
-            )
-        except LegFailed as failure:
-            raise ApiError(
-                503,
-                f"No engine answers: it {failure.problem}.",
-                kind=SERVER_ERROR,
-                code="no_engine",
-                retry_after_s=self._services.config.retry_after_s,
-            ) from failure
-        return web.Response(status=status, body=body, content_type="application/json")
+        for engine in [engine for engine in engines if engine.live] or engines:
+            try:
+                status, body = await self._services.upstream.get(
+                    self._services.pool.config_of(engine.name),
+                    "/v1/models",
+                    headers,
+                    timeout_s=self._services.config.health_timeout_s,
+                )
+            except LegFailed as failure:
+                self._services.pool.failed(engine.name, failure.kind)
+                continue
+            return web.Response(status=status, body=body, content_type="application/json")
+        raise ApiError(
+            503,
+            f"No {side.value} engine answers at present. Try again.",
+            kind=SERVER_ERROR,
+            code="no_engine",
+            retry_after_s=self._services.config.retry_after_s,
+        )
 
     async def call_record(self, request: web.Request) -> web.Response:
         """Serve ``GET /v1/calls/{request_id}``."""
@@ -236,6 +236,10 @@ def check_headers(request: web.Request, max_bytes: int) -> None:
     for name in _SESSION_HEADERS:
         if len(request.headers.getall(name, ())) > 1:
             raise invalid(f"{name}: sent twice; which of them counts is undefined.", param=name)
+
+
+def _lower(request: web.Request) -> dict[str, str]:
+    return {name.lower(): value for name, value in request.headers.items()}
 
 
 def _too_large(limit: int) -> ApiError:

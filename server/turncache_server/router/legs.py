@@ -87,13 +87,25 @@ def leg_headers(
         request_id: minted per attempt.
         engine_key: the router's own key for engines, None to pass the client's on.
     """
-    headers = {name: client[name] for name in FORWARDED_HEADERS if name in client}
+    headers = forwarded(client)
     if engine_key is not None:
         headers["authorization"] = f"Bearer {engine_key}"
     headers["content-type"] = "application/json"
     headers[SESSION_HEADER] = session
     headers[REQUEST_ID_HEADER] = request_id
     return headers
+
+
+def forwarded(client: Mapping[str, str]) -> dict[str, str]:
+    """Return the client's headers that an engine may see, by lower-case names.
+
+    Values beyond ASCII, which HTTP does not define, are left out.
+    """
+    return {
+        name: client[name]
+        for name in FORWARDED_HEADERS
+        if name in client and client[name].isascii()
+    }
 
 
 def _ours(body: Body, hints: EngineHints) -> dict[str, str]:

@@ -34,12 +34,15 @@ CHAT = "/v1/chat/completions"
 
 
 def config_for(fakes: Sequence[FakeEngine], **settings: Any) -> RouterConfig:
-    """Make settings for fake engines: short intervals, a free port."""
+    """Make settings for fake engines: short intervals, patience, a free port."""
     return parse_config(
         {
             "port": 0,
             "engines": [fake.as_config() for fake in fakes],
             "health_interval_s": 0.05,
+            # Engines, router and clients share one process here, and perhaps one busy core.
+            "control_timeout_s": 5.0,
+            "health_timeout_s": 20.0,
             "shutdown_s": 2.0,
             **settings,
         }
@@ -83,7 +86,7 @@ class Bench:
     async def eventually(self, ask: Callable[[], Any], check: Callable[[Any], bool]) -> Any:
         """Ask until the answer passes the check."""
         answer: Any = None
-        for _ in range(400):
+        for _ in range(2000):
             answer = ask()
             if asyncio.iscoroutine(answer):
                 answer = await answer

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx2
+import msgspec
 import openai
 import pytest
 from openai import OpenAI
@@ -129,6 +130,7 @@ async def test_the_legs_say_what_each_engine_has_to_know(pair: Pair) -> None:
     for seen in (prefill, decode):
         assert seen.headers["x-session-id"] == seen.body["session_id"] == "ticket-1"
         assert "turncache" not in seen.headers
+        assert seen.headers["accept-encoding"] == "identity"
     ids = [prefill.headers["x-request-id"], decode.headers["x-request-id"]]
     assert len({request_id, *ids}) == 3
 
@@ -324,6 +326,25 @@ async def test_a_silent_control_socket_costs_the_header_and_not_the_call() -> No
             assert await running.metric(name) == 1
 
 
+async def test_the_final_record_wins_over_the_header(single: Single) -> None:
+    """Counts of the admission go out with the headers; those of the end are kept."""
+    script = Script(pause_after=2)
+    single.engine.scripts = [script]
+    body = {"model": "fake", "messages": MESSAGES, "stream": True}
+    async with single.bench.http.stream("POST", CHAT, json=body) as answer:
+        request_id = answer.headers["x-request-id"]
+        reply = single.engine.replies[request_id]
+        assert outcome_of(answer).computed == reply.computed
+        record = (await single.bench.http.get(f"/v1/calls/{request_id}")).json()
+        assert (record["state"], record["timings"]["total_s"]) == ("running", None)
+        # Preempted, and computed again: the engine's last word differs from its first.
+        single.engine.replies[request_id] = msgspec.structs.replace(reply, lost=reply.computed)
+        script.resume.set()
+        await answer.aread()
+    record = await single.bench.record(answer)
+    assert record["outcome"]["lost"] == reply.computed
+
+
 async def test_the_token_metrics_are_the_sum_of_the_outcomes(pair: Pair) -> None:
     """Each call is counted once, by where its prompt's KV came from."""
     total = {"local": 0, "returned": 0, "computed": 0}
@@ -376,8 +397,13 @@ async def test_returns_are_switched_from_loopback_when_admin_is_on() -> None:
 
 async def test_models_without_an_engine_is_an_error() -> None:
     """The list comes from an engine that answers clients, or not at all."""
-    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode) as running:
-        await decode.stop()
+    async with (
+        fake_pair(decodes=2) as ([prefill], decode),
+        bench(prefill, *decode, health_interval_s=60) as running,
+    ):
+        await decode[0].stop()
+        assert (await running.http.get("/v1/models")).json()["data"][0]["id"] == "fake"
+        await decode[1].stop()
         answer = await running.http.get("/v1/models")
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
@@ -421,11 +447,7 @@ async def drained(engine: FakeEngine, script: Script, **settings: Any) -> list[s
             await refuses_connections(router.url)
             if script.pause_after == 2:
                 script.resume.set()
-            rest: list[str] = []
-            try:
-                rest += [line async for line in lines]
-            except httpx2.RemoteProtocolError:
-                rest.append("broken")
+            rest = [line async for line in lines]
         await closing
     return rest
 
@@ -436,7 +458,8 @@ async def test_a_stream_in_flight_ends_before_the_router_does() -> None:
 
 
 async def test_draining_is_bounded() -> None:
-    """A stream that does not end is broken off, visibly, and its engine is told."""
+    """A stream that does not end is broken off with an error event, and its engine is told."""
     engine = FakeEngine()
-    assert (await drained(engine, Script(pause_after=3), shutdown_s=0.05))[-1] == "broken"
+    lines = await drained(engine, Script(pause_after=3), shutdown_s=0.05)
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "draining"
     assert engine.num_cancelled == 1

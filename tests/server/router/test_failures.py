@@ -110,8 +110,10 @@ async def test_another_engine_is_tried_when_nothing_was_consumed(side: str) -> N
         assert (await running.chat(session="s")).status_code == 200
         assert len(other.seen) == 1
         await first.stop()
-        assert (await running.chat(session="s")).status_code == 200
-        assert len(other.seen) == 2
+        for _ in range(3):
+            assert (await running.chat(session="s")).status_code == 200
+        assert len(other.seen) == 4
+        # One refused connection is enough to go straight to the other engine.
         retried = running.of_kind(LegFailure)
         assert [event.kind for event in retried] == ["unavailable", "refused"]
         assert all(event.retried for event in retried)
@@ -151,6 +153,28 @@ async def test_a_503_of_the_only_engine_keeps_its_body(single: Single) -> None:
     answer = await single.bench.chat()
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "full")
     assert answer.headers["retry-after"] == "1"
+
+
+async def test_what_happens_after_done_is_nobodys_problem(single: Single) -> None:
+    """The client has the whole answer: a connection that breaks then changes nothing."""
+    single.engine.scripts = [Script(die="end")]
+    answer = await single.bench.chat(session="s", stream=True)
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert b'"error"' not in answer.content
+    assert (await single.bench.record(answer))["state"] == "done"
+
+
+async def test_an_engine_that_is_full_or_refuses_is_alive() -> None:
+    """Answers of any status neither open the circuit nor let failures add up."""
+    engine = FakeEngine()
+    async with fake_engines(engine), bench(engine, breaker_failures=2) as running:
+        engine.scripts = [Script(status=503) for _ in range(5)]
+        for _ in range(5):
+            assert (await running.chat()).status_code == 503
+        for script, status in [(Script(die="before"), 502), (Script(status=400), 400)] * 3:
+            engine.scripts = [script]
+            assert (await running.chat()).status_code == status
+        assert [event.live for event in running.of_kind(EngineChanged)] == [True]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -76,14 +76,17 @@ async def test_draining_for_nobody_is_bounded() -> None:
 
 @pytest.mark.parametrize("how", ["reset", "error event"])
 async def test_an_upstream_error_in_a_stream_is_no_empty_success(pair: Pair, how: str) -> None:
-    """The client raises, and the session stays where it was."""
+    """The client raises, is told once, and the session stays where it was."""
     good = Answer.to({"messages": MESSAGES}, 1, 0).events(Script())
     error = event({"error": {"message": "engine died", "type": "server_error", "code": 500}})
     pair.decode.scripts = [
         Script(die="middle")
         if how == "reset"
         else Script(events=[*good[:2], error, b"data: [DONE]\n\n"])
+        for _ in range(2)
     ]
+    answer = await pair.bench.chat(session="s", stream=True)
+    assert answer.content.count(b'{"error":') == 1
     with pytest.raises(openai.APIError):
         await streamed(
             pair.bench.openai,
@@ -221,6 +224,22 @@ async def test_pings_keep_a_long_prefill_alive_and_are_no_events(failing: bool) 
         prefill.scripts = [Script(until=gate)]
         message = await streamed(running.openai, model="fake", messages=MESSAGES)
         assert message["content"].startswith("This is answer")
+
+
+async def test_an_engine_that_does_not_stream_after_pings_is_an_error_event() -> None:
+    """The client was promised events: JSON in their place is no answer."""
+    engine = FakeEngine()
+    async with fake_engines(engine), bench(engine, ping_s=0.01) as running:
+        gate = asyncio.Event()
+        engine.scripts = [Script(until=gate, events=[b'{"choices":[]}'])]
+        body = {"model": "fake", "messages": MESSAGES, "stream": True}
+        async with running.http.stream("POST", CHAT, json=body) as answer:
+            chunks = answer.aiter_bytes()
+            await anext(chunks)
+            gate.set()
+            rest = b"".join([chunk async for chunk in chunks])
+        assert b'"code": "engine_incomplete"' in rest
+        assert b"choices" not in rest
 
 
 async def test_answers_of_status_500_open_no_circuit(single: Single) -> None:

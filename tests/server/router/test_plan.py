@@ -86,6 +86,8 @@ def fleet(**dead: bool) -> Snapshot:
         ("min_tokens", -1),
         ("vllm_xargs", "x"),
         ("echo", "no"),
+        ("stream_options", {"include_usage": True}),
+        ("top_logprobs", 3),
     ],
 )
 def test_a_member_of_a_wrong_type_is_refused_by_name(member: str, value: Any) -> None:
@@ -315,6 +317,9 @@ def test_engines_see_no_header_that_could_steer_them() -> None:
     }
     keyed = leg_headers(client, session="ns", request_id="r", engine_key="ours")
     assert keyed["authorization"] == "Bearer ours"
+    odd = {"traceparent": "\udcff", "tracestate": "é", "authorization": "Bearer é"}
+    sent = leg_headers(odd, session="ns", request_id="r", engine_key=None)
+    assert set(sent) == {"content-type", "X-Session-ID", "X-Request-Id"}
 
 
 # --- sessions -------------------------------------------------------------------------------
