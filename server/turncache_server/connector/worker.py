@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +108,11 @@ class TurncacheWorker(NixlPullConnectorWorker):
             # The stock worker moves itself to the last core of each NUMA node, where the
             # workers of two engines on one machine starve each other.
             os.sched_setaffinity(0, affinity)
-        self._clock = time.perf_counter
+        self._init_ours(time.perf_counter)
+
+    def _init_ours(self, clock: Callable[[], float]) -> None:
+        """Set our own state, apart from what the stock worker needs."""
+        self._clock = clock
         self._deadlines: dict[str, float] = {}
         self._attempts: dict[str, int] = {}
         self._abandoned: dict[ReadKey, _Abandoned] = {}
