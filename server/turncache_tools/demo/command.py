@@ -1,0 +1,273 @@
+"""``turncache demo``: options, wiring, files, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Final, NoReturn
+
+from turncache.errors import TurncacheError
+from turncache_tools.demo.figures import all_figures
+from turncache_tools.demo.leftovers import MARKER, Leftovers, Traces
+from turncache_tools.demo.machine import commit, host_facts, num_cores, probed_speed
+from turncache_tools.demo.page import page
+from turncache_tools.demo.report import Report
+from turncache_tools.demo.rigs import MODEL, StackStarter, Starter
+from turncache_tools.demo.screen import Screen, consoles
+from turncache_tools.demo.show import Show, Shown
+from turncache_tools.demo.sizes import FULL, QUICK, Sizes, Speed, choose
+from turncache_tools.shell import CHECK_FAILED, INTERRUPTED, OK, USAGE, exit_code, progress
+
+_FULL_MINUTES: Final = 9.0
+_QUICK_MINUTES: Final = 3.0
+#: A stack on two cores, before one has been started here.
+_GUESSED_START_S: Final = 35.0
+_LOGS: Final = Path("build", "demo-logs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line asks for."""
+
+    quick: bool
+    full: bool
+    minutes: float
+    num_runs: int
+    as_json: bool
+    out: Path
+    html: Path
+    keep_logs: bool
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Read the command line; leaves the program on ``--help`` and on a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog="turncache demo",
+        description="An agent works through a task on real engines while other sessions flood "
+        "the caches in every wait: first on one engine, then on a prefill and decode pair, each "
+        "with and without turncache. Then the document in its history is exchanged.",
+        epilog="Exit codes: 0 ok, 1 a check failed, 2 usage, 3 environment, 4 engine, "
+        "130 interrupted.",
+    )
+    parser.add_argument("--quick", action="store_true", help="5 calls, shorter texts")
+    parser.add_argument(
+        "--full", action="store_true", help="full lengths and traffic, however long it takes"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=_positive,
+        help=f"time to fit into ({_FULL_MINUTES:g}; {_QUICK_MINUTES:g} with --quick)",
+    )
+    parser.add_argument(
+        "--runs", type=_whole, default=1, metavar="N", help="runs per arm; tables show medians"
+    )
+    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/demo.json"),
+        help="file for the result (%(default)s)",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        default=Path("build/demo.html"),
+        help="file for the slide (%(default)s)",
+    )
+    parser.add_argument(
+        "--keep-logs", action="store_true", help=f"keep the engines' logs in {_LOGS}"
+    )
+    found = parser.parse_args(arguments)
+    minutes = found.minutes or (_QUICK_MINUTES if found.quick else _FULL_MINUTES)
+    return Options(
+        quick=found.quick,
+        full=found.full,
+        minutes=minutes * (found.runs if found.minutes is None else 1),
+        num_runs=found.runs,
+        as_json=found.json,
+        out=found.out,
+        html=found.html,
+        keep_logs=found.keep_logs,
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 24 * 60:
+        raise argparse.ArgumentTypeError(f"{text}: expected minutes above 0")
+    return value
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 to 100")
+    return value
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the demo and return its exit code."""
+    try:
+        options = parse(arguments)
+    except SystemExit as end:
+        return OK if not end.code else USAGE
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return run(options, probe=probed_speed)
+    except TurncacheError as error:
+        progress(str(error))
+        return exit_code(error)
+    except KeyboardInterrupt:
+        progress("interrupted; everything was stopped")
+        return INTERRUPTED
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def run(
+    options: Options,
+    *,
+    probe: Callable[[], Speed],
+    starter: Callable[[Path, Callable[[str], None], Traces], Starter] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Run the demo.
+
+    Args:
+        options: what was asked for.
+        probe: guesses the machine's speed.
+        starter: makes what starts engines; the launcher's stacks by default.
+        clock: monotonic seconds.
+    """
+    began_s = clock()
+    live, out = consoles(data=options.as_json)
+    screen = Screen(live, out)
+    sizes = _sizes(options, probe)
+    with _temporary_folder(keep_logs=options.keep_logs) as traces:
+        make = starter or _stacks
+        show = Show(
+            make(traces.folder, progress, traces),
+            screen,
+            sizes,
+            num_runs=options.num_runs,
+            salt=f"demo-{traces.marker}",
+            clock=clock,
+            deadline_s=float("inf") if options.full else began_s + 60 * options.minutes,
+        )
+        shown = show.run()
+    report = _report(options, shown, traces.left(), seconds=clock() - began_s)
+    _write(options, report)
+    screen.result(report)
+    return _end(options, report)
+
+
+def _sizes(options: Options, probe: Callable[[], Speed]) -> Sizes:
+    asked = QUICK if options.quick else FULL
+    if options.full:
+        return asked
+    chosen = choose(
+        asked,
+        probe(),
+        num_cores=num_cores(),
+        num_runs=options.num_runs,
+        start_s=_GUESSED_START_S,
+        limit_s=60 * options.minutes,
+    )
+    if chosen.scale < 1:
+        progress(
+            f"{options.minutes:g} minutes are too short for the full lengths on this machine: "
+            f"texts get {chosen.scale:.0%} of them (--full runs them whole, --minutes gives time)"
+        )
+    return chosen
+
+
+def _stacks(folder: Path, say: Callable[[str], None], traces: Traces) -> Starter:
+    return StackStarter(folder / "logs", say, started=lambda _: traces.note())
+
+
+@contextmanager
+def _temporary_folder(*, keep_logs: bool) -> Iterator[Traces]:
+    """Give everything that is started a temporary folder and a mark, and take both away."""
+    folder = Path(tempfile.mkdtemp(prefix="turncache-demo-"))
+    ours = {MARKER: secrets.token_hex(4), "TMPDIR": str(folder)}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    traces = Traces(marker=ours[MARKER], folder=folder)
+    try:
+        yield traces
+    except BaseException:
+        _save_logs(folder)
+        raise
+    else:
+        if keep_logs:
+            _save_logs(folder)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _save_logs(folder: Path) -> None:
+    logs = folder / "logs"
+    if logs.is_dir():
+        shutil.rmtree(_LOGS, ignore_errors=True)
+        shutil.copytree(logs, _LOGS)
+        progress(f"The engines' logs are in {_LOGS}")
+
+
+def _report(options: Options, shown: Shown, left: Leftovers, *, seconds: float) -> Report:
+    assert shown.last_act is not None
+    for what in (*left.processes, *left.files, *(f"port {port}" for port in left.ports)):
+        progress(f"left over: {what}")
+    return Report(
+        host=host_facts(),
+        commit=commit(),
+        model=MODEL,
+        num_runs=options.num_runs,
+        sizes=shown.sizes,
+        seconds=seconds,
+        act_seconds=shown.act_seconds,
+        rows=tuple(shown.rows),
+        last_act=shown.last_act,
+        figures=tuple(all_figures(shown.rows, shown.last_act, left, seconds=seconds)),
+    )
+
+
+def _write(options: Options, report: Report) -> None:
+    for path, text in (
+        (options.out, json.dumps(report.to_dict(), indent=1, ensure_ascii=False) + "\n"),
+        (options.html, page(report)),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def _end(options: Options, report: Report) -> int:
+    if options.as_json:
+        sys.stdout.write(json.dumps(report.to_dict(), ensure_ascii=False) + "\n")
+    progress(f"{options.out} and {options.html} after {report.seconds / 60:.1f} minutes")
+    failed = [figure for figure in report.figures if not figure.ok]
+    for figure in failed:
+        progress(
+            f"FAILED: {figure.figure} is {figure.value:g} {figure.unit}"
+            + (f", ratio {figure.ratio:.2f}" if figure.ratio is not None else "")
+            + f", limit {figure.limit:g}"
+        )
+    return CHECK_FAILED if failed else OK

@@ -1,0 +1,63 @@
+"""The messages of every call: the same prompts in all arms, with the live answers in them. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turncache_tools.demo.script import FIRST_QUESTION, SYSTEM, TASK, Step
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """What the agent reads, cut to size.
+
+    Attributes:
+        first: text that comes with the task.
+        steps: uses of tools between the calls, in order.
+        results: what they returned.
+    """
+
+    first: str
+    steps: tuple[Step, ...]
+    results: tuple[str, ...]
+
+    def brings(self, call: int) -> str:
+        """Say in one line what call ``call`` (from 1) brings to the model."""
+        return "the task and two files" if call == 1 else self.steps[call - 2].shown
+
+
+def messages_of(material: Material, answers: Sequence[str]) -> list[Message]:
+    """Return the messages of the call that follows after ``answers``.
+
+    Args:
+        material: what the agent reads.
+        answers: what the model said in the calls before, word for word.
+    """
+    messages: list[Message] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"{TASK}\n\n{material.first}\n\n{FIRST_QUESTION}"},
+    ]
+    for number, answer in enumerate(answers):
+        step = material.steps[number]
+        call_id = f"call_{number + 1}"
+        function = {"name": step.tool, "arguments": json.dumps(dict(step.arguments))}
+        messages.append(
+            {
+                "role": "assistant",
+                "content": answer,
+                "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+            }
+        )
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": call_id,
+                "content": f"{material.results[number]}\n\n{step.question}",
+            }
+        )
+    return messages

@@ -1,0 +1,140 @@
+"""The demo's result as one value, and as ``demo.json``. Pure.
+
+Version history of :data:`SCHEMA`:
+
+1. first version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from turncache_tools.demo.edited import LastAct
+from turncache_tools.demo.figures import Figure, earned, exact
+from turncache_tools.demo.rows import ARM_NAMES, ARMS, Arm, CallRow, Scene, rows_of, ttft_by_call
+from turncache_tools.demo.sizes import BLOCK_SIZE, Sizes
+
+SCHEMA: Final = "turncache-figures/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything that a demo has measured.
+
+    Attributes:
+        host: what the figures depend on.
+        commit: of this checkout, with ``+`` when it had changes.
+        model: name of the model.
+        sizes: per scene, as they ran.
+        seconds: from the start of the demo to the end of its last stack.
+        act_seconds: the same by act.
+    """
+
+    host: Mapping[str, Any]
+    commit: str | None
+    model: str
+    num_runs: int
+    sizes: Mapping[Scene, Sizes]
+    seconds: float
+    act_seconds: Mapping[str, float]
+    rows: tuple[CallRow, ...]
+    last_act: LastAct
+    figures: tuple[Figure, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Every claim holds."""
+        return all(figure.ok for figure in self.figures)
+
+    def figure(self, name: str) -> Figure:
+        """Return a figure by name."""
+        return next(figure for figure in self.figures if figure.figure == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values; the keys are those of every file of figures."""
+        return {
+            "schema": SCHEMA,
+            "host": dict(self.host),
+            "commit": self.commit,
+            "ok": self.ok,
+            "exact": exact(self.rows),
+            "figures": [figure.to_dict() for figure in self.figures],
+            "model": self.model,
+            "num_runs": self.num_runs,
+            "sizes": {scene.value: asdict(sizes) for scene, sizes in self.sizes.items()},
+            "seconds": self.seconds,
+            "act_seconds": dict(self.act_seconds),
+            "arms": [row.to_dict() for row in self.rows],
+            "last_act": self.last_act.to_dict(),
+        }
+
+
+def hardware_line(report: Report) -> str:
+    """Name the hardware, and say what its numbers are not."""
+    host = report.host
+    return (
+        f"Measured on {host['num_cores']} cores of {host['cpu']}, {host['memory_gib']:g} GiB, "
+        f"vLLM {host['vllm']}, {report.model} in float32. A GPU's numbers differ: it computes "
+        "and moves KV at other speeds."
+    )
+
+
+def load_line(report: Report, scene: Scene) -> str:
+    """Say what passes through the caches in one wait."""
+    sizes = report.sizes[scene]
+    tokens = max(row.others_tokens for row in report.rows if row.scene is scene)
+    pool = (sizes.num_blocks - 1) * BLOCK_SIZE
+    return f"in every wait others bring {tokens:,} tokens; a pool holds {pool:,}"
+
+
+def scale_line(report: Report) -> str | None:
+    """Say that texts were shortened, None when they were not."""
+    scale = next(iter(report.sizes.values())).scale
+    if scale == 1.0:
+        return None
+    return (
+        f"This machine is too slow for the full lengths in the time promised: texts have "
+        f"{scale:.0%} of them. --full runs the full lengths, --minutes gives more time."
+    )
+
+
+def earned_lines(report: Report) -> list[str]:
+    """Say, scene by scene, which feature saved how much."""
+    single, pair = (earned(report.rows, scene) for scene in Scene)
+    kept = pair.missed[Arm.OFF] - pair.missed[Arm.RETENTION]
+    returned = pair.missed[Arm.RETENTION] - pair.missed[Arm.RETURN]
+    held = {
+        arm: _held(rows_of(report.rows, Scene.PAIR, arm)) for arm in (Arm.RETENTION, Arm.RETURN)
+    }
+    one_engine = (
+        f"One engine: without us {_tokens(single.missed[Arm.OFF])} tokens were computed a second "
+        f"time in calls 2 and later; with retention {_tokens(single.missed[Arm.RETENTION])}."
+    )
+    apart = (
+        f"Pair: stock computed {_tokens(pair.missed[Arm.OFF])} tokens a second time. Retention "
+        f"saves {_tokens(kept)} of them, and holds {held[Arm.RETENTION]:.0%} of prefill's pool "
+        f"to do so; return saves {_tokens(returned)} more (answers, which only decode had), and "
+        f"holds {held[Arm.RETURN]:.0%}."
+    )
+    return [one_engine, apart]
+
+
+def _tokens(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def _held(rows: list[CallRow]) -> float:
+    """Return the largest share of prefill's pool that was held before a call."""
+    return max((row.held.get("prefill", 0.0) for row in rows if row.call > 1), default=0.0)
+
+
+def curves(report: Report, scene: Scene) -> dict[str, tuple[float, ...]]:
+    """Return the TTFT of every call in seconds, by name of the arm."""
+    return {
+        ARM_NAMES[scene, arm]: tuple(
+            ms / 1e3 for ms in ttft_by_call(rows_of(report.rows, scene, arm))
+        )
+        for arm in ARMS[scene]
+    }

@@ -1,0 +1,234 @@
+"""How large the demo is: what is asked for, cut down to what this machine can do in time. Pure.
+
+The demo promises a time. What it computes is fixed by the task (calls, tools, arms), so on a
+slow machine first the other sessions' traffic gets lighter, and then the texts get shorter;
+both are said. On a machine that prefills 800 tokens/s per core nothing is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+BLOCK_SIZE: Final = 32
+#: Requests of the other sessions: short, so that their attention costs little.
+FLOOD_TOKENS: Final = 256
+FLOOD_IN_FLIGHT: Final = 2
+#: Tokens that the chat template adds for one answer and one tool result, rounded up.
+_TEMPLATE_TOKENS: Final = 16
+_SLACK_TOKENS: Final = 64
+#: Share of the pool that the others fill in one wait: enough, at each step, that the least
+#: recently used policy loses most of a session at the end.
+_SHARES: Final = (1.0, 0.8, 0.6)
+_SCALES: Final = (1.0, 0.85, 0.7, 0.6, 0.5)
+#: Costs that no size changes: the arms' warm-up calls and the last act's prefills.
+_LAST_ACT_TOKENS: Final = 4200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Lengths in tokens, and the traffic of the other sessions.
+
+    Attributes:
+        num_calls: calls of the agent.
+        first_tokens: first prompt, without the template.
+        result_tokens: one tool result.
+        answer_tokens: longest answer.
+        flood_share: what the other sessions bring in one wait, as a share of the pool.
+        scale: lengths relative to what was asked for.
+    """
+
+    num_calls: int
+    first_tokens: int
+    result_tokens: int
+    answer_tokens: int
+    flood_share: float = 1.0
+    scale: float = 1.0
+
+    @property
+    def last_prompt_tokens(self) -> int:
+        """The longest prompt, as far as it can be told beforehand."""
+        grown = self.result_tokens + self.answer_tokens + _TEMPLATE_TOKENS
+        return self.first_tokens + _TEMPLATE_TOKENS + (self.num_calls - 1) * grown
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence that the engines must take."""
+        longest = self.last_prompt_tokens + self.answer_tokens + _SLACK_TOKENS
+        return -(-longest // BLOCK_SIZE) * BLOCK_SIZE
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of every pool: one whole session, the others' requests in flight, the null block.
+
+        Small on purpose: what counts is the pool relative to what passes through it.
+        """
+        in_flight = FLOOD_IN_FLIGHT * (FLOOD_TOKENS // BLOCK_SIZE + 2)
+        return self.max_model_len // BLOCK_SIZE + in_flight + 1
+
+    @property
+    def flood_requests(self) -> int:
+        """Requests of other sessions in one wait."""
+        pool_tokens = (self.num_blocks - 1) * BLOCK_SIZE
+        return -(-int(self.flood_share * pool_tokens) // FLOOD_TOKENS)
+
+    def scaled(self, scale: float) -> Sizes:
+        """Return sizes with lengths shortened to ``scale``."""
+        return replace(
+            self,
+            first_tokens=round(self.first_tokens * scale),
+            result_tokens=round(self.result_tokens * scale),
+            scale=scale,
+        )
+
+
+FULL: Final = Sizes(num_calls=12, first_tokens=1450, result_tokens=150, answer_tokens=24)
+QUICK: Final = Sizes(num_calls=5, first_tokens=700, result_tokens=90, answer_tokens=16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """How fast one engine of this machine is.
+
+    Attributes:
+        token_s: seconds to prefill a token, without attention.
+        attention_s: seconds more per token and token before it.
+        decode_s: seconds to generate a token.
+    """
+
+    token_s: float
+    attention_s: float
+    decode_s: float
+
+    def prefill_s(self, start: int, end: int) -> float:
+        """Return the seconds to prefill the tokens from ``start`` to ``end``."""
+        return self.token_s * (end - start) + self.attention_s * (end**2 - start**2) / 2
+
+    def on_cores(self, num_cores: int) -> Speed:
+        """Return the speed of an engine with more cores; the second core adds four fifths."""
+        gain = 1 + 0.8 * (num_cores - 1)
+        return Speed(
+            token_s=self.token_s / gain,
+            attention_s=self.attention_s / gain,
+            decode_s=self.decode_s / gain,
+        )
+
+
+#: SmolLM2-135M: 106 M weights in matrix products per token, 30 layers of 576.
+_GFLOP_PER_TOKEN: Final = 0.212
+_GFLOP_PER_PAIR: Final = 4 * 576 * 30 / 1e9
+#: Measured with vLLM 0.32: share of a plain matrix product's speed that its prefill reaches
+#: in the products and in attention, and weights read per second while it generates.
+_PRODUCT_SHARE: Final = 0.85
+_ATTENTION_SHARE: Final = 0.3
+_WEIGHTS_GB: Final = 0.54
+
+
+def guess_speed(*, gflop_per_s: float, gb_per_s: float) -> Speed:
+    """Guess one core's speed from a plain matrix product and a plain read of memory."""
+    return Speed(
+        token_s=_GFLOP_PER_TOKEN / (gflop_per_s * _PRODUCT_SHARE),
+        attention_s=_GFLOP_PER_PAIR / (gflop_per_s * _ATTENTION_SHARE),
+        decode_s=_WEIGHTS_GB / gb_per_s,
+    )
+
+
+def fitted_speed(short: tuple[int, float], long: tuple[int, float], *, decode_s: float) -> Speed:
+    """Return the speed behind two timed prefills, given as (tokens, seconds).
+
+    Noise can make either part negative: it counts as 0 then.
+    """
+    (n, s), (m, t) = short, long
+    attention_s = max(0.0, 2 * (t / m - s / n) / (m - n))
+    token_s = max(0.0, s / n - attention_s * n / 2)
+    return Speed(token_s=token_s, attention_s=attention_s, decode_s=decode_s)
+
+
+def arm_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
+    """Estimate the seconds of one arm: calls, and the others' traffic between them."""
+    waits = sizes.num_calls - 1
+    flood_s = waits * sizes.flood_requests * speed.prefill_s(0, FLOOD_TOKENS)
+    answers_s = sizes.num_calls * sizes.answer_tokens * speed.decode_s
+    return flood_s + answers_s + _prefills_s(sizes, speed, reuses=reuses)
+
+
+def _prefills_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
+    grown = sizes.result_tokens + sizes.answer_tokens + _TEMPLATE_TOKENS
+    length = sizes.first_tokens + _TEMPLATE_TOKENS
+    total = speed.prefill_s(0, length)
+    pool = (sizes.num_blocks - 1) * BLOCK_SIZE
+    for _ in range(sizes.num_calls - 1):
+        kept = length
+        if not reuses:
+            # The others first replace what is older than the session, then its tail.
+            lost = sizes.flood_share * pool - (pool - length)
+            kept = max(0, length - max(0, int(lost)))
+        length += grown
+        total += speed.prefill_s(kept, length)
+    return total
+
+
+def demo_s(sizes: Sizes, speed: Speed, *, num_cores: int, num_runs: int, start_s: float) -> float:
+    """Estimate the seconds of the whole demo.
+
+    Args:
+        sizes: what is to run.
+        speed: of one core.
+        num_cores: cores of this machine: all for the single engine, half for each of a pair.
+        num_runs: how often every arm runs.
+        start_s: seconds to start one stack.
+    """
+    one = speed.on_cores(num_cores)
+    half = speed.on_cores(max(1, num_cores // 2))
+    single = arm_s(sizes, one, reuses=False) + arm_s(sizes, one, reuses=True)
+    pair = arm_s(sizes, half, reuses=False) + 2 * arm_s(sizes, half, reuses=True)
+    last_act = _LAST_ACT_TOKENS * half.prefill_s(0, 1000) / 1000
+    return 4 * start_s + num_runs * (single + pair) + last_act
+
+
+def candidates(asked: Sizes) -> Iterator[Sizes]:
+    """Yield what may run, the most wanted first."""
+    for share in _SHARES:
+        yield replace(asked, flood_share=share)
+    for scale in _SCALES[1:]:
+        yield replace(asked.scaled(scale), flood_share=_SHARES[-1])
+
+
+def choose(
+    asked: Sizes,
+    speed: Speed,
+    *,
+    num_cores: int,
+    num_runs: int,
+    start_s: float,
+    limit_s: float,
+) -> Sizes:
+    """Return the most wanted sizes that fit into ``limit_s``, else the smallest."""
+    chosen = asked
+    for chosen in candidates(asked):
+        needed_s = demo_s(chosen, speed, num_cores=num_cores, num_runs=num_runs, start_s=start_s)
+        if needed_s <= limit_s:
+            return chosen
+    return chosen
+
+
+def lighter(sizes: Sizes, speed: Speed, *, num_off: int, num_on: int, limit_s: float) -> Sizes:
+    """Return ``sizes`` with the heaviest traffic whose arms fit into ``limit_s``.
+
+    Args:
+        sizes: what was chosen; its lengths stay, because the pool is already made.
+        speed: measured on the engine that does the prefill.
+        num_off: arms that lose the session in every wait.
+        num_on: arms that keep it.
+        limit_s: seconds left for these arms.
+    """
+    for share in _SHARES:
+        if share > sizes.flood_share:
+            continue
+        sizes = replace(sizes, flood_share=share)
+        needed_s = num_off * arm_s(sizes, speed, reuses=False)
+        needed_s += num_on * arm_s(sizes, speed, reuses=True)
+        if needed_s <= limit_s:
+            break
+    return sizes
