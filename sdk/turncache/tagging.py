@@ -39,6 +39,7 @@ LOG: Final = logging.getLogger("turncache")
 #: Calls of a model, by path relative to the base URL; others pass through untouched.
 PATHS: Final = frozenset({"/chat/completions", "/completions", "/responses"})
 _RESPONSES: Final = "/responses"
+_SESSION, _FINAL, _CALL = (name.lower() for name in (SESSION_HEADER, FINAL_HEADER, CALL_HEADER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any
     ``TURNCACHE_SESSION_ID``, and the conversation that it continues. An id that cannot be
     ours is left to the server, and a block or session that has ended makes it nobody's.
     """
-    for given in (explicit.get(SESSION_HEADER.lower()), body.get("session_id")):
+    for given in (explicit.get(_SESSION), body.get("session_id")):
         if given is not None:
             try:
                 return Choice(session(check_session_id(given)))
@@ -176,7 +177,7 @@ def _enter(
         turn=turn,
         call=number,
         cause=_stated_cause(explicit) or cause or reading.cause,
-        final=explicit.get(FINAL_HEADER.lower()) == "true",
+        final=explicit.get(_FINAL) == "true",
     )
     owner.ledger.begin(call)
     _learn(owner, reading, now_s)
@@ -254,7 +255,7 @@ def _body(options: Any) -> Mapping[str, Any]:
 
 def _stated_cause(explicit: Mapping[str, Any]) -> Cause | None:
     """Return the cause in a ``Turncache`` header of the caller's, for the record."""
-    given = explicit.get(CALL_HEADER.lower())
+    given = explicit.get(_CALL)
     if not isinstance(given, str):
         return None
     try:

@@ -26,6 +26,7 @@ from turncache.protocol import (
 #: Upstream's headers by which a caller asks for a raw response or another result type.
 RAW_HEADER: Final = "X-Stainless-Raw-Response"
 CAST_HEADER: Final = "X-Stainless-Override-Cast-To"
+_RAW, _CAST = RAW_HEADER.lower(), CAST_HEADER.lower()
 #: Headers that mean something to us when a caller gives them, in lower case.
 RELEVANT: Final = frozenset(
     name.lower()
@@ -64,8 +65,8 @@ def can_ask_raw(cast_to: Any, explicit: Mapping[str, Any]) -> bool:
     without parsing, get that.
     """
     return (
-        RAW_HEADER.lower() not in explicit
-        and CAST_HEADER.lower() not in explicit
+        _RAW not in explicit
+        and _CAST not in explicit
         and isinstance(cast_to, type)
         and (cast_to is object or issubclass(cast_to, openai.BaseModel))
     )
@@ -87,13 +88,16 @@ def dress(
         post_parser: replaces what is called with the parsed answer, None to leave it.
     """
     dressed = copy.copy(options)
+    # Fields of a model live in its __dict__. Upstream does not validate them, and setting
+    # them one by one as attributes would cost more than everything else here.
+    fields = vars(dressed)
     if headers:
         given = options.headers
-        dressed.headers = {**headers, **given} if isinstance(given, Mapping) else headers
+        fields["headers"] = {**headers, **given} if isinstance(given, dict) else headers
     if extra_json is not None:
-        dressed.extra_json = extra_json
+        fields["extra_json"] = extra_json
     if post_parser is not None:
-        dressed.post_parser = post_parser
+        fields["post_parser"] = post_parser
     return dressed
 
 

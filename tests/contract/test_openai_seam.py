@@ -116,9 +116,10 @@ def test_options_copy_shallowly(recorder: Recorder) -> None:
         client.chat.completions.create(model="m", messages=HELLO)
     options = seen[0]["options"]
     twin = copy.copy(options)
-    twin.headers = {"x-mine": "1"}
-    twin.extra_json = {"top_k": 3}
-    twin.post_parser = str
+    vars(twin).update(headers={"x-mine": "1"}, extra_json={"top_k": 3}, post_parser=str)
+    assert twin.headers == {"x-mine": "1"}
+    assert twin.extra_json == {"top_k": 3}
+    assert twin.post_parser is str
     assert twin.json_data is options.json_data
     assert not isinstance(options.headers, dict)
     assert not options.extra_json
