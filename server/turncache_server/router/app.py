@@ -15,6 +15,7 @@ from typing import Final
 from aiohttp import web
 
 from turncache.errors import ConfigError
+from turncache.protocol import CALL_HEADER, PROTOCOL_VERSION, REQUEST_ID_HEADER
 from turncache_server.control.client import AsyncControlClient
 from turncache_server.router.background import Background
 from turncache_server.router.calls import API
@@ -24,7 +25,6 @@ from turncache_server.router.events import CallRefused, Events, Listener
 from turncache_server.router.handlers import (
     REQUEST_ID,
     Handlers,
-    answer_headers,
     check_headers,
     error_response,
 )
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-#: The HTTP parser's own limits lie above ours, so that the answer is ours.
-_PARSER_BYTES: Final = 2 * 1024 * 1024
-_PARSER_HEADERS: Final = 4096
+#: The HTTP parser's own limits lie a little above ours, so that the answer is ours.
+_PARSER_SLACK: Final = 2
+_PARSER_HEADERS: Final = 256
 #: Agents come in bursts; a connection that does not fit waits a second for its next try.
 _BACKLOG: Final = 4096
 
@@ -116,8 +116,8 @@ async def serving(
         handler_cancellation=True,
         auto_decompress=False,
         shutdown_timeout=1.0,
-        max_line_size=_PARSER_BYTES,
-        max_field_size=_PARSER_BYTES,
+        max_line_size=_PARSER_SLACK * config.max_header_bytes,
+        max_field_size=_PARSER_SLACK * config.max_header_bytes,
         max_headers=_PARSER_HEADERS,
     )
     try:
@@ -249,7 +249,8 @@ def _application(services: Services, metrics: Metrics, edge: _Edge) -> web.Appli
 async def _mark(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["server"] = "turncache"
     if REQUEST_ID in request:
-        response.headers.update(answer_headers(request[REQUEST_ID]))
+        response.headers[CALL_HEADER] = f"v={PROTOCOL_VERSION}"
+        response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
 
 
 async def _listen(runner: web.AppRunner, config: RouterConfig) -> web.TCPSite:

@@ -102,9 +102,11 @@ class ChatCall:
 
     async def _serve(self) -> Relayed:
         config = self._services.config
+        opened: Opened | None = None
         try:
             async with self._answer.pinged(config.ping_s if self._call.chat.stream else 0.0):
                 opened = await self._opening.run()
+            return await self._relay(opened)
         except EngineRefused as refusal:
             return await self._refuse(refusal)
         except LegFailed as failure:
@@ -113,16 +115,14 @@ class ChatCall:
             error = failure.to_api_error(config.retry_after_s)
             response = await self._answer.fail(error)
             return Relayed(response=response, code=error.status, problem=failure.kind)
-        try:
-            relayed = await self._relay(opened)
         except (ClientGone, asyncio.CancelledError):
-            abandon(self._services, opened.leg)
+            if opened is not None:
+                abandon(self._services, opened.leg)
+                opened = None
             raise
-        except BaseException:
-            opened.leg.close()
-            raise
-        opened.leg.close()
-        return relayed
+        finally:
+            if opened is not None:
+                opened.leg.close()
 
     async def _relay(self, opened: Opened) -> Relayed:
         self._witness = self._witness or opened.engine

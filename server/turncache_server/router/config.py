@@ -75,7 +75,7 @@ class RouterConfig:
     max_event_bytes: int = _number(16 * _MIB, 1024)
     max_sessions: int = _number(100_000, 1)
     max_calls: int = _number(10_000, 1)
-    connect_timeout_s: float = _number(2.0, 0.01, 60)
+    connect_timeout_s: float = _number(5.0, 0.01, 60)
     first_byte_timeout_s: float = _number(600.0, 0.01)
     idle_timeout_s: float = _number(120.0, 0.01)
     control_timeout_s: float = _number(0.1, 0.001, 5)

@@ -11,9 +11,6 @@ from aiohttp import web
 
 from turncache.errors import ProtocolError
 from turncache.protocol import (
-    CALL_HEADER,
-    PROTOCOL_VERSION,
-    REQUEST_ID_HEADER,
     CallTags,
     SessionSource,
     check_session_id,
@@ -90,8 +87,7 @@ class Handlers:
         )
         hints = PlanHints(root=call.root, served_by=None if entry is None else entry.served_by)
         plan = make_plan(chat, hints, snapshot)
-        answer = ClientAnswer(request, {})
-        return await ChatCall(services, call, plan, answer).run()
+        return await ChatCall(services, call, plan, ClientAnswer(request)).run()
 
     async def models(self, request: web.Request) -> web.Response:
         """Serve ``GET /v1/models`` from an engine that answers clients."""
@@ -204,11 +200,6 @@ class Handlers:
                 raise _too_large(limit)
             parts.append(part)
         return b"".join(parts)
-
-
-def answer_headers(request_id: str) -> dict[str, str]:
-    """Return the headers of every answer."""
-    return {CALL_HEADER: f"v={PROTOCOL_VERSION}", REQUEST_ID_HEADER: request_id}
 
 
 def error_response(error: ApiError) -> web.Response:

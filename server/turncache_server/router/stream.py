@@ -22,16 +22,10 @@ class ClientGone(Exception):
 
 
 class ClientAnswer:
-    """The answer to one request.
+    """The answer to one request."""
 
-    Args:
-        request: the request.
-        headers: sent with every answer to it.
-    """
-
-    def __init__(self, request: web.BaseRequest, headers: Mapping[str, str]) -> None:
+    def __init__(self, request: web.BaseRequest) -> None:
         self._request = request
-        self._headers = dict(headers)
         self._response: web.StreamResponse | None = None
 
     @property
@@ -45,7 +39,7 @@ class ClientAnswer:
         Raises:
             ClientGone: the client has left.
         """
-        self._response = web.StreamResponse(status=status, headers={**self._headers, **headers})
+        self._response = web.StreamResponse(status=status, headers=headers)
         try:
             await self._response.prepare(self._request)
         except ConnectionError as error:
@@ -82,7 +76,7 @@ class ClientAnswer:
         Raises:
             ClientGone: the client has left.
         """
-        response = web.Response(status=status, headers={**self._headers, **headers}, body=body)
+        response = web.Response(status=status, headers=headers, body=body)
         self._response = response
         try:
             await response.prepare(self._request)

@@ -41,6 +41,7 @@ def config_for(fakes: Sequence[FakeEngine], **settings: Any) -> RouterConfig:
             "engines": [fake.as_config() for fake in fakes],
             "health_interval_s": 0.05,
             # Engines, router and clients share one process here, and perhaps one busy core.
+            "connect_timeout_s": 20.0,
             "control_timeout_s": 5.0,
             "health_timeout_s": 20.0,
             "shutdown_s": 2.0,

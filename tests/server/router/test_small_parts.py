@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turncache.errors import EngineFault
 from turncache.protocol import Outcome, Plan, Reason
 from turncache_server.control.messages import Call, CallReply
+from turncache_server.router import handlers
 from turncache_server.router.breaker import Breaker
 from turncache_server.router.errors import EngineRefused, LegFailed
 from turncache_server.router.events import CallRefused, Events, OutcomeKnown
@@ -148,3 +150,33 @@ def test_an_engines_error_keeps_its_message_in_a_stream() -> None:
     refused = EngineRefused("e", 400, {}, b'{"error":{"message":"too long"}}')
     assert refused.to_api_error().message == "too long"
     assert "status 500" in EngineRefused("e", 500, {}, b"<html>").to_api_error().message
+
+
+class _Transport:
+    def __init__(self, peer: object) -> None:
+        self._peer = peer
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return self._peer if name == "peername" else default
+
+
+@pytest.mark.parametrize(
+    ("peer", "loopback"),
+    [
+        (("127.0.0.1", 5), True),
+        (("::1", 5, 0, 0), True),
+        (("10.0.0.7", 5), False),
+        (("fe80::1", 5, 0, 0), False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_admin_endpoints_go_by_the_address_of_the_connection(peer: object, loopback: bool) -> None:
+    """Only loopback counts, whatever headers say."""
+    request = make_mocked_request(
+        "POST",
+        "/admin/return",
+        headers={"X-Forwarded-For": "127.0.0.1"},
+        transport=_Transport(peer),
+    )
+    assert handlers._from_loopback(request) is loopback
