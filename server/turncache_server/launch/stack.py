@@ -198,9 +198,11 @@ class Stack:
 
     def stop(self) -> None:
         """End every part and everything it started. May be called again."""
-        # The router first: it answers calls in flight while engines are still there.
-        parts = sorted(self._parts.values(), key=lambda part: part.name != ROUTER)
-        stop_all([part.process for part in parts])
+        # The router first: calls in flight can end while their engines are still there.
+        router = [part.process for name, part in self._parts.items() if name == ROUTER]
+        engines = [part.process for name, part in self._parts.items() if name != ROUTER]
+        stop_all(router)
+        stop_all(engines)
 
     def describe(self) -> dict[str, Any]:
         """Return the stack as plain data."""
