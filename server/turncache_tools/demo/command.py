@@ -117,15 +117,20 @@ def _whole(text: str) -> int:
     return value
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the demo and return its exit code."""
+def main(arguments: Sequence[str], *, demo: Callable[[Options], int] | None = None) -> int:
+    """Run the demo and return its exit code.
+
+    Args:
+        arguments: the command line, without the verb.
+        demo: what runs; :func:`run` by default.
+    """
     try:
         options = parse(arguments)
     except SystemExit as end:
         return OK if not end.code else USAGE
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return run(options, probe=probed_speed)
+        with _ending_on_sigterm():
+            return (demo or run)(options)
     except TurncacheError as error:
         progress(str(error))
         return exit_code(error)
@@ -134,14 +139,24 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the demo as Ctrl-C does: in order."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(
     options: Options,
     *,
-    probe: Callable[[], Speed],
+    probe: Callable[[], Speed] = probed_speed,
     starter: Callable[[Path, Callable[[str], None], Traces], Starter] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,15 @@ from turncache_tools.demo.script import FIRST_QUESTION, SYSTEM, TASK, Step
 Message = dict[str, Any]
 
 
+def tool_message(step: Step, result: str) -> str:
+    """Return what the model gets to read of one use of a tool.
+
+    The command stands above the result, as agents that work in a shell have it. Structured
+    tool calls in the history would make a model of this size answer with tool calls.
+    """
+    return f"$ {step.shown}\n{result}\n\n{step.question}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
     """What the agent reads, cut to size.
@@ -19,7 +27,7 @@ class Material:
     Attributes:
         first: text that comes with the task.
         steps: uses of tools between the calls, in order.
-        results: what they returned.
+        results: what the model reads of each.
     """
 
     first: str
@@ -43,21 +51,12 @@ def messages_of(material: Material, answers: Sequence[str]) -> list[Message]:
         {"role": "user", "content": f"{TASK}\n\n{material.first}\n\n{FIRST_QUESTION}"},
     ]
     for number, answer in enumerate(answers):
-        step = material.steps[number]
-        call_id = f"call_{number + 1}"
-        function = {"name": step.tool, "arguments": json.dumps(dict(step.arguments))}
-        messages.append(
-            {
-                "role": "assistant",
-                "content": answer,
-                "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-            }
-        )
+        messages.append({"role": "assistant", "content": answer})
         messages.append(
             {
                 "role": "tool",
-                "tool_call_id": call_id,
-                "content": f"{material.results[number]}\n\n{step.question}",
+                "tool_call_id": f"call_{number + 1}",
+                "content": material.results[number],
             }
         )
     return messages

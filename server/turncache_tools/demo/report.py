@@ -14,7 +14,7 @@ from typing import Any, Final
 from turncache_tools.demo.edited import LastAct
 from turncache_tools.demo.figures import Figure, earned, exact
 from turncache_tools.demo.rows import ARM_NAMES, ARMS, Arm, CallRow, Scene, rows_of, ttft_by_call
-from turncache_tools.demo.sizes import BLOCK_SIZE, Sizes
+from turncache_tools.demo.sizes import Sizes
 
 SCHEMA: Final = "turncache-figures/1"
 
@@ -85,8 +85,7 @@ def load_line(report: Report, scene: Scene) -> str:
     """Say what passes through the caches in one wait."""
     sizes = report.sizes[scene]
     tokens = max(row.others_tokens for row in report.rows if row.scene is scene)
-    pool = (sizes.num_blocks - 1) * BLOCK_SIZE
-    return f"in every wait others bring {tokens:,} tokens; a pool holds {pool:,}"
+    return f"in every wait others bring {tokens:,} tokens; a pool holds {sizes.pool_tokens:,}"
 
 
 def scale_line(report: Report) -> str | None:

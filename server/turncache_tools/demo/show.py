@@ -13,7 +13,7 @@ from turncache_tools.demo.arms import ArmRun, Reference, Watcher, run_arm
 from turncache_tools.demo.callers import Question
 from turncache_tools.demo.edited import LastAct
 from turncache_tools.demo.flood import Flood
-from turncache_tools.demo.history import Material, Message
+from turncache_tools.demo.history import Material, Message, tool_message
 from turncache_tools.demo.rigs import Engines, Rig, Starter
 from turncache_tools.demo.rows import Arm, CallRow, Scene
 from turncache_tools.demo.script import (
@@ -21,6 +21,7 @@ from turncache_tools.demo.script import (
     STEPS,
     SYSTEM,
     TASK,
+    Step,
     Tools,
     cut,
     first_text,
@@ -216,12 +217,13 @@ class Show:
         self._material = Material(
             first=cut(first_text(tools), sizes.first_tokens - fixed, count),
             steps=steps,
-            results=tuple(
-                cut(tools.run(step), sizes.result_tokens - count(step.question), count)
-                for step in steps
-            ),
+            results=tuple(self._result(step, count) for step in steps),
         )
         self._texts = _slices(other_text(tools), count)
+
+    def _result(self, step: Step, count: Callable[[str], int]) -> str:
+        room = self._sizes.result_tokens - count(tool_message(step, ""))
+        return tool_message(step, cut(self._tools.run(step), room, count))
 
     def _fit(self, rig: Rig, scene: Scene, *, num_on: int, limit_s: float) -> None:
         """Measure this rig and make the others' traffic lighter when the time is short."""
@@ -237,7 +239,7 @@ class Show:
         self._stage.notes(
             f"In every wait {sizes.flood_requests} other sessions bring about "
             f"{sizes.flood_requests * FLOOD_TOKENS:,} tokens through a pool of "
-            f"{(sizes.num_blocks - 1) * 32:,} ({sizes.flood_share:.0%})."
+            f"{sizes.pool_tokens:,}."
         )
 
     def _measured(self, rig: Rig, salt: str) -> Speed:

@@ -18,8 +18,7 @@ FLOOD_IN_FLIGHT: Final = 2
 #: Tokens that the chat template adds for one answer and one tool result, rounded up.
 _TEMPLATE_TOKENS: Final = 16
 _SLACK_TOKENS: Final = 64
-#: Share of the pool that the others fill in one wait: enough, at each step, that the least
-#: recently used policy loses most of a session at the end.
+#: Shares of the session that the least recently used policy loses at the end: always most.
 _SHARES: Final = (1.0, 0.8, 0.6)
 _SCALES: Final = (1.0, 0.85, 0.7, 0.6, 0.5)
 #: Costs that no size changes: the arms' warm-up calls and the last act's prefills.
@@ -35,7 +34,8 @@ class Sizes:
         first_tokens: first prompt, without the template.
         result_tokens: one tool result.
         answer_tokens: longest answer.
-        flood_share: what the other sessions bring in one wait, as a share of the pool.
+        lost_share: the other sessions bring so much in one wait that the least recently used
+            policy loses this share of the last prompt; 1 turns the whole pool over.
         scale: lengths relative to what was asked for.
     """
 
@@ -43,7 +43,7 @@ class Sizes:
     first_tokens: int
     result_tokens: int
     answer_tokens: int
-    flood_share: float = 1.0
+    lost_share: float = 1.0
     scale: float = 1.0
 
     @property
@@ -70,8 +70,13 @@ class Sizes:
     @property
     def flood_requests(self) -> int:
         """Requests of other sessions in one wait."""
-        pool_tokens = (self.num_blocks - 1) * BLOCK_SIZE
-        return -(-int(self.flood_share * pool_tokens) // FLOOD_TOKENS)
+        kept = (1 - self.lost_share) * self.last_prompt_tokens
+        return -(-int(self.pool_tokens - kept) // FLOOD_TOKENS)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that a pool holds."""
+        return (self.num_blocks - 1) * BLOCK_SIZE
 
     def scaled(self, scale: float) -> Sizes:
         """Return sizes with lengths shortened to ``scale``."""
@@ -157,13 +162,13 @@ def _prefills_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
     grown = sizes.result_tokens + sizes.answer_tokens + _TEMPLATE_TOKENS
     length = sizes.first_tokens + _TEMPLATE_TOKENS
     total = speed.prefill_s(0, length)
-    pool = (sizes.num_blocks - 1) * BLOCK_SIZE
     for _ in range(sizes.num_calls - 1):
         kept = length
         if not reuses:
             # The others first replace what is older than the session, then its tail.
-            lost = sizes.flood_share * pool - (pool - length)
-            kept = max(0, length - max(0, int(lost)))
+            older = sizes.pool_tokens - length
+            lost = sizes.flood_requests * FLOOD_TOKENS - older
+            kept = length - min(length, max(0, lost))
         length += grown
         total += speed.prefill_s(kept, length)
     return total
@@ -190,9 +195,9 @@ def demo_s(sizes: Sizes, speed: Speed, *, num_cores: int, num_runs: int, start_s
 def candidates(asked: Sizes) -> Iterator[Sizes]:
     """Yield what may run, the most wanted first."""
     for share in _SHARES:
-        yield replace(asked, flood_share=share)
+        yield replace(asked, lost_share=share)
     for scale in _SCALES[1:]:
-        yield replace(asked.scaled(scale), flood_share=_SHARES[-1])
+        yield replace(asked.scaled(scale), lost_share=_SHARES[-1])
 
 
 def choose(
@@ -224,9 +229,9 @@ def lighter(sizes: Sizes, speed: Speed, *, num_off: int, num_on: int, limit_s: f
         limit_s: seconds left for these arms.
     """
     for share in _SHARES:
-        if share > sizes.flood_share:
+        if share > sizes.lost_share:
             continue
-        sizes = replace(sizes, flood_share=share)
+        sizes = replace(sizes, lost_share=share)
         needed_s = num_off * arm_s(sizes, speed, reuses=False)
         needed_s += num_on * arm_s(sizes, speed, reuses=True)
         if needed_s <= limit_s:

@@ -1,0 +1,223 @@
+"""The whole show on fake engines: which arm sees what, and what is stopped when."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.tools.demo.fake_rig import FakeClock, FakeStarter, Faults
+from tests.tools.demo.support import SMALL
+from turncache.errors import EngineFault
+from turncache.protocol import Mode
+from turncache_tools.demo.compare import Verdict
+from turncache_tools.demo.figures import all_figures
+from turncache_tools.demo.leftovers import Leftovers
+from turncache_tools.demo.rigs import Engines
+from turncache_tools.demo.rows import ARMS, Arm, Scene, rows_of
+from turncache_tools.demo.screen import Screen
+from turncache_tools.demo.show import Show, Shown
+from turncache_tools.demo.sizes import BLOCK_SIZE
+
+NO_LIMIT_S = 1e9
+
+
+def shown(
+    faults: Faults | None = None,
+    *,
+    num_runs: int = 1,
+    deadline_s: float = NO_LIMIT_S,
+    start_s: float = 1.0,
+) -> tuple[Shown, FakeStarter]:
+    """Run a small demo on fakes."""
+    clock = FakeClock()
+    starter = FakeStarter(clock, faults, start_s=start_s)
+    screen = Screen(Console(file=io.StringIO()), Console(file=io.StringIO()))
+    show = Show(
+        starter,
+        screen,
+        SMALL,
+        num_runs=num_runs,
+        salt="test",
+        clock=clock,
+        deadline_s=deadline_s,
+    )
+    return show.run(), starter
+
+
+def failed(result: Shown) -> list[str]:
+    """Return the names of the figures that do not hold, times left out."""
+    assert result.last_act is not None
+    found = all_figures(result.rows, result.last_act, Leftovers(), seconds=1.0)
+    return [f.figure for f in found if not f.ok and "_ttft_" not in f.figure]
+
+
+def test_every_arm_runs_every_call() -> None:
+    """In both scenes, and nothing but the limit on times depends on the machine."""
+    result, _ = shown()
+    for scene in Scene:
+        for arm in ARMS[scene]:
+            rows = rows_of(result.rows, scene, arm)
+            assert [row.call for row in rows] == list(range(1, SMALL.num_calls + 1))
+    assert failed(result) == []
+
+
+def test_off_computes_everything_and_on_only_what_is_new() -> None:
+    """Retention keeps what prefill has, return brings the answer back as well."""
+    result, _ = shown()
+    for row in result.rows:
+        if row.call == 1 or row.arm is Arm.OFF:
+            assert row.computed == row.prompt
+        elif (row.scene, row.arm) == (Scene.PAIR, Arm.RETENTION):
+            assert row.local > 0
+            assert row.returned == 0
+            assert 0 <= row.computed - (row.prompt - row.seen_by_prefill) < BLOCK_SIZE
+        else:
+            assert 0 <= row.again < BLOCK_SIZE
+        if (row.scene, row.arm) == (Scene.PAIR, Arm.RETURN) and row.call > 1:
+            assert row.returned > 0
+
+
+def test_all_arms_get_the_same_prompts_and_the_same_load() -> None:
+    """The off arm's answers are in every history."""
+    result, _ = shown()
+    for scene in Scene:
+        by_call: dict[int, set[tuple[int, int]]] = {}
+        for row in result.rows:
+            if row.scene is scene:
+                by_call.setdefault(row.call, set()).add((row.prompt, row.others_tokens))
+        assert all(len(kinds) == 1 for kinds in by_call.values())
+    assert {row.others_tokens > 0 for row in result.rows if row.call > 1} == {True}
+
+
+def test_the_first_arm_is_the_reference() -> None:
+    """All others are held against it, its own repetitions too."""
+    result, _ = shown(num_runs=2)
+    verdicts = [(row.run, row.arm) for row in result.rows if row.verdict is Verdict.REFERENCE]
+    assert set(verdicts) == {(1, Arm.OFF)}
+    assert len(verdicts) == len(Scene) * SMALL.num_calls
+
+
+def test_runs_alternate_the_order_of_arms() -> None:
+    """No arm always runs on the machine that is warm, or throttled, by then."""
+    result, starter = shown(num_runs=2)
+    single = [row.arm for row in result.rows if row.scene is Scene.SINGLE and row.call == 1]
+    assert single == [Arm.OFF, Arm.RETENTION, Arm.RETENTION, Arm.OFF]
+    assert starter.rigs[0].modes == [Mode.OFF, Mode.ON, Mode.ON, Mode.OFF]
+
+
+def test_engines_run_one_stack_at_a_time() -> None:
+    """Each is stopped before the next starts, and the stock pair runs without our code."""
+    _, starter = shown()
+    assert [rig.engines for rig in starter.rigs] == [
+        Engines.SINGLE,
+        Engines.STOCK_PAIR,
+        Engines.PAIR,
+        Engines.STOCK_RETURN,
+    ]
+    assert all(rig.stopped for rig in starter.rigs)
+
+
+def test_a_tie_is_counted_and_the_reference_goes_on() -> None:
+    """The prompts after it stay equal, so every later answer can still be compared."""
+    result, _ = shown(Faults(swap_call=2, gap=1e-5))
+    ties = [row for row in result.rows if row.verdict is Verdict.TIE]
+    assert [(row.arm, row.call) for row in ties] == [
+        (Arm.RETENTION, 2),
+        (Arm.RETENTION, 2),
+        (Arm.RETURN, 2),
+    ]
+    assert failed(result) == []
+
+
+def test_another_answer_fails_the_demo() -> None:
+    """With a clear gap the same difference is a wrong answer."""
+    result, _ = shown(Faults(swap_call=2, gap=0.4))
+    assert failed(result) == ["answers_different"]
+
+
+def test_retention_that_does_not_engage_fails_the_demo() -> None:
+    """A feature that silently does nothing must not look like one that works."""
+    result, _ = shown(Faults(forgets=True))
+    assert "single_retention_computed_beyond_new" in failed(result)
+    assert "pair_return_answer_tokens_back" in failed(result)
+
+
+def test_an_outcome_that_vllm_does_not_confirm_fails_the_demo() -> None:
+    """Our own numbers are checked against vLLM's counters, call by call."""
+    result, _ = shown(Faults(miscount=5))
+    assert failed(result) == ["calls_where_vllm_counts_otherwise"]
+
+
+def test_the_exchanged_document_is_answered_by_both() -> None:
+    """The stock pair took KV from decode and answers from it."""
+    result, _ = shown()
+    act = result.last_act
+    assert act is not None
+    assert act.stock_is_from_the_deleted
+    assert act.stock_taken == 32
+    assert not act.ours_is_from_the_deleted
+    assert act.ours == act.reference
+    stale, _ = shown(Faults(stale=True))
+    assert "answers_from_the_deleted_document" in failed(stale)
+
+
+@pytest.mark.parametrize("dies_at", [1, 5, 20])
+def test_a_dead_engine_ends_the_show_and_stops_the_rest(dies_at: int) -> None:
+    """Whichever call finds it dead."""
+    clock = FakeClock()
+    starter = FakeStarter(clock, Faults(dies_at=dies_at))
+    show = Show(
+        starter,
+        Screen(Console(file=io.StringIO()), None),
+        SMALL,
+        num_runs=1,
+        salt="test",
+        clock=clock,
+        deadline_s=NO_LIMIT_S,
+    )
+    with pytest.raises(EngineFault, match="exit code 137"):
+        show.run()
+    assert all(rig.stopped for rig in starter.rigs)
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "least"),
+    [pytest.param(NO_LIMIT_S, True, id="time enough"), pytest.param(1.0, False, id="too late")],
+)
+def test_traffic_gets_lighter_when_time_runs_out(deadline_s: float, least: bool) -> None:
+    """Per scene, before its first arm, so that all of its arms carry the same."""
+    result, _ = shown(deadline_s=deadline_s)
+    shares = {sizes.lost_share for sizes in result.sizes.values()}
+    assert shares == ({1.0} if least else {0.6})
+
+
+def test_seconds_are_told_by_act() -> None:
+    """Where the time of the demo went, the starts of engines included."""
+    result, _ = shown(start_s=40.0)
+    assert list(result.act_seconds) == ["one engine", "stock pair", "pair", "exchanged document"]
+    assert all(seconds >= 40.0 for seconds in result.act_seconds.values())
+
+
+def test_people_see_answers_and_counts() -> None:
+    """The model's words as they come, and what each call computed."""
+    live = io.StringIO()
+    out = io.StringIO()
+    clock = FakeClock()
+    kwargs: dict[str, Any] = {"num_runs": 1, "salt": "t", "clock": clock}
+    Show(
+        FakeStarter(clock),
+        Screen(Console(file=live, width=120), Console(file=out, width=140)),
+        SMALL,
+        deadline_s=NO_LIMIT_S,
+        **kwargs,
+    ).run()
+    assert "read_file heapq.py" in live.getvalue()
+    assert "word-" in live.getvalue()
+    assert "first token" in live.getvalue()
+    tables = out.getvalue()
+    assert tables.count("computed") == 5
+    assert "retention and return" in tables
+    assert "(tokens)" in tables

@@ -1,0 +1,124 @@
+"""Choosing sizes: everything on a fast machine, lighter and shorter on a slow one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turncache_tools.demo.sizes import (
+    BLOCK_SIZE,
+    FULL,
+    QUICK,
+    Sizes,
+    Speed,
+    arm_s,
+    candidates,
+    choose,
+    demo_s,
+    fitted_speed,
+    guess_speed,
+    lighter,
+)
+
+ALL_SIZES = [*candidates(FULL), *candidates(QUICK)]
+
+
+def speed(factor: float) -> Speed:
+    """Return a speed; 1 is a core that prefills a short prompt at 800 tokens/s."""
+    return Speed(token_s=0.00125 * factor, attention_s=4e-7 * factor, decode_s=0.025 * factor)
+
+
+def chosen(factor: float, limit_s: float = 540.0) -> Sizes:
+    """Return what is chosen on two such cores."""
+    return choose(FULL, speed(factor), num_cores=2, num_runs=1, start_s=35.0, limit_s=limit_s)
+
+
+def test_a_fast_machine_runs_everything() -> None:
+    """Nothing is cut where the time is enough."""
+    assert chosen(0.5) == FULL
+
+
+def test_slower_machines_get_less_and_never_more() -> None:
+    """First the others' traffic gets lighter, then the texts shorter."""
+    found = [chosen(factor) for factor in (0.5, 0.8, 1, 1.3, 1.6, 2, 3, 4, 8)]
+    wanted = [(sizes.scale, sizes.lost_share) for sizes in found]
+    assert wanted == sorted(wanted, reverse=True)
+    assert found[-1] == list(candidates(FULL))[-1]
+    assert all(sizes.lost_share == 0.6 for sizes in found if sizes.scale < 1)
+
+
+@given(factor=st.floats(0.1, 10), limit_s=st.floats(100, 5000))
+def test_what_is_chosen_fits_or_is_the_smallest(factor: float, limit_s: float) -> None:
+    """The estimate of the chosen sizes keeps the limit."""
+    sizes = chosen(factor, limit_s)
+    needed_s = demo_s(sizes, speed(factor), num_cores=2, num_runs=1, start_s=35.0)
+    assert needed_s <= limit_s or sizes == list(candidates(FULL))[-1]
+
+
+@pytest.mark.parametrize("sizes", ALL_SIZES)
+def test_a_pool_holds_a_session_and_the_others_in_flight(sizes: Sizes) -> None:
+    """Otherwise retention would have to give way to every request of somebody else."""
+    longest = sizes.last_prompt_tokens + sizes.answer_tokens
+    assert sizes.max_model_len >= longest
+    assert sizes.max_model_len % BLOCK_SIZE == 0
+    room = sizes.pool_tokens - longest
+    assert room >= 2 * 256
+
+
+@pytest.mark.parametrize("sizes", ALL_SIZES)
+def test_the_others_push_most_of_the_session_out_at_the_end(sizes: Sizes) -> None:
+    """Least recently used first: older blocks go before the session's tail."""
+    brought = sizes.flood_requests * 256
+    lost = brought - (sizes.pool_tokens - sizes.last_prompt_tokens)
+    assert lost >= 0.6 * sizes.last_prompt_tokens
+
+
+def test_an_arm_that_reuses_takes_less() -> None:
+    """The estimate knows what the demo shows."""
+    assert arm_s(FULL, speed(1), reuses=True) < arm_s(FULL, speed(1), reuses=False)
+
+
+def test_a_prefill_costs_the_same_in_one_piece_or_two() -> None:
+    """Attention is counted over what lies before."""
+    s = speed(1)
+    assert s.prefill_s(0, 1000) + s.prefill_s(1000, 3000) == pytest.approx(s.prefill_s(0, 3000))
+
+
+def test_two_timings_give_the_speed_back() -> None:
+    """What was timed is what is predicted."""
+    s = speed(1.7)
+    timings = [(n, s.prefill_s(0, n)) for n in (300, 1100)]
+    fitted = fitted_speed(timings[0], timings[1], decode_s=0.03)
+    assert fitted.prefill_s(0, 3000) == pytest.approx(s.prefill_s(0, 3000))
+
+
+@given(short_s=st.floats(0.01, 10), long_s=st.floats(0.01, 10))
+def test_noise_never_makes_a_cost_negative(short_s: float, long_s: float) -> None:
+    """A longer prompt may seem quicker on a busy machine."""
+    fitted = fitted_speed((300, short_s), (1100, long_s), decode_s=0.03)
+    assert fitted.token_s >= 0
+    assert fitted.attention_s >= 0
+
+
+def test_the_guess_follows_the_machine() -> None:
+    """Twice the products and twice the memory speed are half of every cost."""
+    slow = guess_speed(gflop_per_s=60, gb_per_s=8)
+    fast = guess_speed(gflop_per_s=120, gb_per_s=16)
+    assert fast.prefill_s(0, 500) == pytest.approx(slow.prefill_s(0, 500) / 2)
+    assert fast.decode_s == pytest.approx(slow.decode_s / 2)
+
+
+def test_traffic_gets_lighter_when_the_engine_is_slower_than_guessed() -> None:
+    """Lengths stay: the pools are made already."""
+    heavy = lighter(FULL, speed(0.5), num_off=1, num_on=1, limit_s=1000)
+    light = lighter(FULL, speed(4), num_off=1, num_on=1, limit_s=100)
+    assert heavy == FULL
+    assert light.lost_share == 0.6
+    assert light.num_blocks == FULL.num_blocks
+
+
+def test_traffic_never_gets_heavier_than_chosen() -> None:
+    """What was chosen before stays the most."""
+    small = list(candidates(FULL))[-1]
+    assert lighter(small, speed(0.1), num_off=1, num_on=1, limit_s=9999) == small
