@@ -70,10 +70,11 @@ class FreeQueue:
         self._head.next_free_block = self._tail
         self._tail.prev_free_block = self._head
         self._successor: Any = None
-        # Block by id. Blocks in use at the adoption become known when they are freed.
+        # Block by id, as far as known.
         self._blocks: list[Any] = [None] * num_blocks
         self._num_unknown = 0
-        self._shelves = Shelves(self._board, self._epoch, self._blocks)
+        self._shelves = Shelves(self._board, num_blocks)
+        self._shelf_of = self._shelves.of
         # The block that a walk came to last, and whether it was retained then.
         self._walked: Any = None
         self._walked_retained = False
@@ -88,6 +89,7 @@ class FreeQueue:
         table: LineageTable,
         before_choice: Callable[[], object] = _nothing,
         pending: Sized | None = None,
+        blocks: Sequence[Any] | None = None,
     ) -> FreeQueue:
         """Take over a stock queue's free blocks in their order; the stock queue is left empty.
 
@@ -103,6 +105,8 @@ class FreeQueue:
                 change classes.
             pending: what ``before_choice`` would work off; while it is empty, the call is
                 saved. None to call it always.
+            blocks: all blocks of the pool by id. Without them, those in use at this moment
+                become known when they are freed, at the cost of a look at each freed block.
         """
         queue = cls(
             num_blocks=num_blocks,
@@ -120,8 +124,9 @@ class FreeQueue:
                     f"once, from 0 to {num_blocks - 1}; give the pool's number of blocks"
                 )
             queue._blocks[block_id] = block
-        # Block 0, when it is not free, is vLLM's null block, which is never freed.
-        queue._num_unknown = queue._blocks[1:].count(None)
+        if blocks is not None:
+            queue._blocks[:] = blocks
+        queue._num_unknown = queue._blocks.count(None)
         queue.append_n(stock.popleft_n(stock.num_free_blocks))
         return queue
 
@@ -135,7 +140,8 @@ class FreeQueue:
             block.prev_free_block = block.next_free_block = None
         self._head.next_free_block = self._tail
         self._tail.prev_free_block = self._head
-        self._shelves = Shelves(self._board, self._epoch, self._blocks)
+        self._shelves = Shelves(self._board, len(self._blocks))
+        self._shelf_of = self._shelves.of
         self.num_free_blocks = self.num_retained = 0
         self._successor = stock_type(blocks)
         return self._successor
@@ -153,9 +159,7 @@ class FreeQueue:
         return self._pop(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
-        """Hand out the first ``n`` free blocks; there must be as many."""
-        if n == 0:
-            return []
+        """Hand out the first ``n`` free blocks; there must be as many, ``n`` may be 0."""
         if self._pending:
             self._before_choice()
         if n > self.num_free_blocks - self.num_retained or not self._retaining:
@@ -186,9 +190,14 @@ class FreeQueue:
         """Take a free block out of the middle; raises RuntimeError for any other block."""
         following = block.next_free_block
         if following is None:
-            if self._shelves.of[block.block_id] is None:
+            block_id = block.block_id
+            shelf = self._shelf_of[block_id]
+            if shelf is None:
                 raise RuntimeError(f"remove() called on a block that is not free: {block}")
-            self._shelves.take(block.block_id)
+            # What Shelves.take does, without its call: a hit takes a chain block by block.
+            self._shelf_of[block_id] = None
+            if shelf.promoted:
+                shelf.promoted.discard(block_id)
             self.num_retained -= 1
         else:
             before = block.prev_free_block
@@ -208,7 +217,8 @@ class FreeQueue:
         if self._num_unknown:
             self._learn(blocks)
         if self._retaining and self._board.num_wanted:
-            blocks = self._shelve(blocks)
+            self._append_classified(blocks)
+            return
         last = self._tail.prev_free_block
         for block in blocks:
             block.prev_free_block = last
@@ -241,8 +251,7 @@ class FreeQueue:
         since a walk came to it starts the walk anew: going on from where it is would leave
         out everything in between.
         """
-        shelves = self._shelves
-        retained = cursor is not None and shelves.of[cursor.block_id] is not None
+        retained = cursor is not None and self._shelf_of[cursor.block_id] is not None
         if cursor is not None and cursor.next_free_block is None and not retained:
             return
         if cursor is not None and cursor is self._walked and retained != self._walked_retained:
@@ -256,7 +265,8 @@ class FreeQueue:
                 yield block
                 block = block.next_free_block
             cursor = None
-        for block in shelves.walk(None if cursor is None else cursor.block_id):
+        for block_id in self._shelves.walk(None if cursor is None else cursor.block_id):
+            block = self._blocks[block_id]
             self._walked, self._walked_retained = block, True
             yield block
 
@@ -277,7 +287,7 @@ class FreeQueue:
             self.reclassify(i for i, epoch in enumerate(board.epoch) if epoch >= 0)
         else:
             # Behind all others: the order in which blocks go is the same before and after.
-            retained = list(self._shelves.walk())
+            retained = [self._blocks[block_id] for block_id in self._shelves.walk()]
             for block in retained:
                 self._shelves.take(block.block_id)
             self.num_free_blocks -= len(retained)
@@ -286,14 +296,14 @@ class FreeQueue:
 
     def is_free(self, block_id: int) -> bool:
         """Whether a block is in this queue."""
-        if self._shelves.of[block_id] is not None:
+        if self._shelf_of[block_id] is not None:
             return True
         block = self._blocks[block_id]
         return block is not None and block.next_free_block is not None
 
     def is_retained(self, block_id: int) -> bool:
         """Whether a block is free and retained."""
-        return self._shelves.of[block_id] is not None
+        return self._shelf_of[block_id] is not None
 
     def reclassify(self, block_ids: Iterable[int]) -> None:
         """Move free blocks to the class that the table gives them; others are ignored.
@@ -305,20 +315,22 @@ class FreeQueue:
         unwanted: set[int] = set()
         for block_id in block_ids:
             wanted = self._retaining and wanted_at[block_id] == epoch[block_id]
-            if shelves.of[block_id] is not None:
+            if self._shelf_of[block_id] is not None:
                 if wanted:
                     shelves.move(block_id)
                 else:
                     unwanted.add(block_id)
             elif wanted and self.is_free(block_id):
-                block = self._blocks[block_id]
-                self.remove(block)
-                self._shelve([block])
-        self._demote(unwanted)
+                self.remove(self._blocks[block_id])
+                shelves.put(block_id)
+                self.num_free_blocks += 1
+                self.num_retained += 1
+        if unwanted:
+            self._demote(unwanted)
 
     def promote(self, block_id: int, epoch: int) -> None:
         """Move a block to the valuable end of its shelf, if retained at that epoch."""
-        if self._shelves.of[block_id] is not None and self._epoch[block_id] == epoch:
+        if self._shelf_of[block_id] is not None and self._epoch[block_id] == epoch:
             self._shelves.promote(block_id)
 
     def rank(self, victims: Sequence[int]) -> None:
@@ -373,7 +385,8 @@ class FreeQueue:
             block_id, shelf = shelves.next_victim()
             if block_id in self._board.others and self._pass_on(block_id, shelf.position):
                 continue
-            blocks.append(shelves.take(block_id))
+            shelves.take(block_id)
+            blocks.append(self._blocks[block_id])
             epoch[block_id] = raised
             self._table.evicted(block_id)
         self.num_retained -= n
@@ -388,19 +401,37 @@ class FreeQueue:
         self._shelves.move(block_id)
         return True
 
-    def _shelve(self, blocks: list[Any]) -> list[Any]:
-        """Shelve the blocks that are wanted and return the rest."""
-        rest = self._shelves.put_wanted(blocks)
-        num_put = len(blocks) - len(rest)
-        self.num_free_blocks += num_put
+    def _append_classified(self, blocks: list[Any]) -> None:
+        # Called with every freed block while anything is wanted: one loop, hardly a call.
+        wanted, epoch, keepers = self._board.epoch, self._epoch, self._board.keeper
+        shelf_of = self._shelf_of
+        keeper, shelf, ids = -1, None, list[int]()  # no lineage has this number
+        num_put = 0
+        last = self._tail.prev_free_block
+        for block in blocks:
+            block_id = block.block_id
+            number = keepers[block_id]
+            if number < 0 or wanted[block_id] != epoch[block_id]:
+                block.prev_free_block = last
+                last.next_free_block = block
+                last = block
+                continue
+            if number != keeper:
+                keeper, shelf = number, self._shelves.ready(number)
+                ids = shelf.ids
+            shelf_of[block_id] = shelf
+            ids.append(block_id)
+            num_put += 1
+        last.next_free_block = self._tail
+        self._tail.prev_free_block = last
+        self.num_free_blocks += len(blocks)
         self.num_retained += num_put
-        return rest
 
     def _demote(self, block_ids: set[int]) -> None:
-        if not block_ids:
-            return
         ordered = self._shelves.in_order(block_ids)
-        self._link_front([self._shelves.take(block_id) for block_id in ordered])
+        for block_id in ordered:
+            self._shelves.take(block_id)
+        self._link_front([self._blocks[block_id] for block_id in ordered])
         self.num_retained -= len(ordered)
 
     def _link_front(self, blocks: list[Any]) -> None:
@@ -417,4 +448,4 @@ class FreeQueue:
         for block in blocks:
             if self._blocks[block.block_id] is None:
                 self._blocks[block.block_id] = block
-                self._num_unknown -= block.block_id != 0
+                self._num_unknown -= 1

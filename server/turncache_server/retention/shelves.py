@@ -5,21 +5,23 @@ which they came. Shelves go in the order of the last ranking; one that the ranki
 know comes after all others, because it was filled later.
 
 A promoted block is at the valuable end of its shelf: it goes after all blocks that are not
-promoted, among those again the tail first.
+promoted, among those again the tail first. It is promoted until it leaves the shelf.
+
+Laying a block on a shelf and taking it away happen with every hit, so both are constant and
+nearly free; a shelf is put in order when a victim is needed from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 from turncache_server.retention.wants import WantBoard
 
-#: Subtracted from the key of a promoted block; beyond any place in any chain.
-_PROMOTED: Final = 1 << 80
-#: Keys of blocks that have left a shelf are swept out above this many, when they are the
-#: majority.
-_STALE_ALLOWED: Final = 64
+#: Subtracted from the place of a promoted block; beyond the length of any chain.
+_PROMOTED: Final = 1 << 40
+#: A shelf is swept when it has twice as many ids as after the last time, and these more.
+_SWEEP_SLACK: Final = 64
 
 
 class Shelf:
@@ -28,26 +30,22 @@ class Shelf:
     Attributes:
         lineage: number of the lineage.
         position: place in the order of victims.
-        live: blocks on the shelf.
-        keys: a key per block; the highest one goes first. Keys of blocks that have left, or
-            came twice, stay until they are met.
-        settled: the keys are in ascending order.
+        ids: ids of the blocks on it; the last one goes first when settled. Ids of blocks
+            that have left, or came twice, stay until the shelf is swept.
+        settled: the ids are in order.
+        sweep_at: number of ids at which those that have left are swept out.
         promoted: ids of promoted blocks.
     """
 
-    __slots__ = ("keys", "lineage", "live", "position", "promoted", "settled")
+    __slots__ = ("ids", "lineage", "position", "promoted", "settled", "sweep_at")
 
     def __init__(self, lineage: int, position: int) -> None:
         self.lineage = lineage
         self.position = position
-        self.live = 0
-        self.keys: list[int] = []
+        self.ids: list[int] = []
         self.settled = True
+        self.sweep_at = _SWEEP_SLACK
         self.promoted: set[int] = set()
-
-
-#: Stands for a shelf until the first block has named one; nothing is put on it.
-_NO_SHELF: Final = Shelf(-1, -1)
 
 
 class Shelves:
@@ -55,97 +53,75 @@ class Shelves:
 
     Args:
         board: says who keeps a block, and its place in the chain.
-        epoch: present epoch of each block.
-        blocks: block by id; those that are put become known in it.
+        num_blocks: blocks in the pool; ids are below.
 
     Attributes:
-        of: the shelf on which each block lies, None for a block that is not retained.
+        of: the shelf on which each block lies, None for a block that is not retained. A
+            block is laid on a shelf by setting it, beside adding the id, and leaves with
+            :meth:`take` only, or with its entry here and among the promoted.
     """
 
-    def __init__(self, board: WantBoard, epoch: list[int], blocks: list[Any]) -> None:
-        self.of: list[Shelf | None] = [None] * len(blocks)
+    def __init__(self, board: WantBoard, num_blocks: int) -> None:
+        self.of: list[Shelf | None] = [None] * num_blocks
         self._board = board
-        self._epoch = epoch
-        self._blocks = blocks
-        # A key is the block's place in the chain above its id, so that sorting keys sorts
-        # places, and the key alone finds the block.
-        self._id_bits = len(blocks).bit_length()
-        self._id_mask = (1 << self._id_bits) - 1
         self._shelves: dict[int, Shelf] = {}
         # Lineages by position, and from where on one may have something on its shelf.
         self._order: list[int] = []
         self._positions: dict[int, int] = {}
         self._first = 0
 
-    def put_wanted(self, blocks: Sequence[Any]) -> list[Any]:
-        """Put free blocks that are wanted on their keepers' shelves, and return the rest."""
-        # Called with every freed block while anything is wanted: one loop without calls.
-        board, epoch, known, of = self._board, self._epoch, self._blocks, self.of
-        wanted, keepers, index, bits = board.epoch, board.keeper, board.index, self._id_bits
-        rest = []
-        keeper = -1  # no lineage has this number
-        shelf, keys = _NO_SHELF, _NO_SHELF.keys
-        for block in blocks:
-            block_id = block.block_id
-            if wanted[block_id] != epoch[block_id]:
-                rest.append(block)
-                continue
-            if keepers[block_id] != keeper:
-                keeper = keepers[block_id]
-                shelf = self._ready(keeper)
-                keys = shelf.keys
-            known[block_id] = block
-            of[block_id] = shelf
-            shelf.live += 1
-            keys.append(index[block_id] << bits | block_id)
-        return rest
+    def ready(self, lineage: int) -> Shelf:
+        """Find or make a lineage's shelf, for blocks that will be laid on it at once."""
+        shelf = self._shelves.get(lineage)
+        if shelf is None:
+            shelf = self._new(lineage)
+        elif len(shelf.ids) >= shelf.sweep_at:
+            self._settle(shelf)
+        shelf.settled = False
+        self._first = min(self._first, shelf.position)
+        return shelf
 
-    def take(self, block_id: int) -> Any:
+    def put(self, block_id: int) -> None:
+        """Lay a block on its keeper's shelf."""
+        shelf = self.ready(self._board.keeper[block_id])
+        shelf.ids.append(block_id)
+        self.of[block_id] = shelf
+
+    def take(self, block_id: int) -> None:
         """Take a retained block away."""
-        shelf = self.of[block_id]
-        assert shelf is not None, f"block {block_id} is not retained"
+        self._shelf(block_id).promoted.discard(block_id)
         self.of[block_id] = None
-        shelf.live -= 1
-        if not shelf.live:
-            shelf.keys.clear()
-        if shelf.promoted:
-            shelf.promoted.discard(block_id)
-        return self._blocks[block_id]
 
     def move(self, block_id: int) -> None:
         """Move a retained block to its keeper's shelf; promoted or not stays as it is."""
-        shelf = self.of[block_id]
-        assert shelf is not None, f"block {block_id} is not retained"
+        shelf = self._shelf(block_id)
         if shelf.lineage != self._board.keeper[block_id]:
             promoted = block_id in shelf.promoted
-            self.put_wanted([self.take(block_id)])
+            self.take(block_id)
+            self.put(block_id)
             if promoted:
                 self.promote(block_id)
 
     def promote(self, block_id: int) -> None:
         """Move a retained block to the valuable end of its shelf."""
-        shelf = self.of[block_id]
-        assert shelf is not None, f"block {block_id} is not retained"
-        if block_id not in shelf.promoted:
-            shelf.promoted.add(block_id)
-            shelf.keys.append(self._key(block_id))
-            shelf.settled = False
+        shelf = self._shelf(block_id)
+        shelf.promoted.add(block_id)
+        shelf.settled = False
 
     def next_victim(self) -> tuple[int, Shelf]:
         """Return the block that goes next and its shelf; there must be one."""
         while True:
             shelf = self._shelves.get(self._order[self._first])
-            if shelf is None or not shelf.live:
+            if shelf is None or not shelf.ids:
                 self._first += 1
                 continue
             if not shelf.settled:
-                # Blocks come in descending runs, which this sort merges in linear time.
-                shelf.keys.sort()
-                shelf.settled = True
-            key = shelf.keys[-1]
-            if self._lies(shelf, key):
-                return key & self._id_mask, shelf
-            shelf.keys.pop()
+                self._settle(shelf)
+                continue
+            block_id = shelf.ids[-1]
+            if self.of[block_id] is shelf:
+                return block_id, shelf
+            shelf.ids.pop()
 
     def position(self, lineage: int) -> int:
         """Return a lineage's place in the order of victims; unranked ones are last."""
@@ -153,16 +129,21 @@ class Shelves:
 
     def rank(self, victims: Sequence[int]) -> None:
         """Set the order of victims; shelves of lineages that are not in it go first."""
-        self._shelves = {n: shelf for n, shelf in self._shelves.items() if shelf.live}
+        of = self.of
+        self._shelves = {
+            number: shelf
+            for number, shelf in self._shelves.items()
+            if any(of[block_id] is shelf for block_id in shelf.ids)
+        }
         ranked = set(victims)
-        self._order = [n for n in self._shelves if n not in ranked]
+        self._order = [number for number in self._shelves if number not in ranked]
         self._order += victims
-        self._positions = {n: place for place, n in enumerate(self._order)}
+        self._positions = {number: place for place, number in enumerate(self._order)}
         for number, shelf in self._shelves.items():
             shelf.position = self._positions[number]
         self._first = 0
 
-    def walk(self, after: int | None = None) -> Iterator[Any]:
+    def walk(self, after: int | None = None) -> Iterator[int]:
         """Yield retained blocks in the order in which they go, from behind block ``after``.
 
         A block that several lineages want is yielded with its shelf, which is the earliest
@@ -171,46 +152,51 @@ class Shelves:
         start = None if after is None else self.of[after]
         for number in self._order[0 if start is None else start.position :]:
             shelf = self._shelves.get(number)
-            if shelf is None or not shelf.live:
+            if shelf is None:
                 continue
-            keys = sorted(set(shelf.keys), reverse=True)
-            for key in keys:
-                if shelf is start and after is not None and key >= self._key(after):
-                    continue
-                if self._lies(shelf, key):
-                    yield self._blocks[key & self._id_mask]
+            ids = self._tail_last(shelf)
+            if shelf is start and after is not None:
+                del ids[ids.index(after) :]
+            for block_id in reversed(ids):
+                if self.of[block_id] is shelf:
+                    yield block_id
 
     def in_order(self, block_ids: set[int]) -> list[int]:
         """Sort retained blocks by the order in which they would go."""
 
-        def place(block_id: int) -> tuple[int, int]:
-            shelf = self.of[block_id]
-            return -1 if shelf is None else shelf.position, -self._key(block_id)
+        def turn(block_id: int) -> tuple[int, int]:
+            shelf = self._shelf(block_id)
+            return shelf.position, -self._place(shelf, block_id)
 
-        return sorted(block_ids, key=place)
+        return sorted(block_ids, key=turn)
 
-    def _key(self, block_id: int) -> int:
-        # The place stays on the board when the want has gone.
-        key = self._board.index[block_id] << self._id_bits | block_id
+    def _shelf(self, block_id: int) -> Shelf:
         shelf = self.of[block_id]
-        return key - _PROMOTED if shelf is not None and block_id in shelf.promoted else key
+        assert shelf is not None, f"block {block_id} is not retained"
+        return shelf
 
-    def _lies(self, shelf: Shelf, key: int) -> bool:
-        """Whether a key stands for a block that lies on the shelf, at this place of it."""
-        block_id = key & self._id_mask
-        return self.of[block_id] is shelf and (key < 0) == (block_id in shelf.promoted)
+    def _place(self, shelf: Shelf, block_id: int) -> int:
+        # The place stays on the board when the want has gone.
+        place = self._board.index[block_id]
+        return place - _PROMOTED if block_id in shelf.promoted else place
 
-    def _ready(self, lineage: int) -> Shelf:
-        """Find or make a lineage's shelf and prepare it for more blocks."""
-        shelf = self._shelves.get(lineage)
-        if shelf is None:
-            position = self._positions.get(lineage)
-            if position is None:
-                position = self._positions[lineage] = len(self._order)
-                self._order.append(lineage)
-            shelf = self._shelves[lineage] = Shelf(lineage, position)
-        if len(shelf.keys) > 2 * shelf.live + _STALE_ALLOWED:
-            shelf.keys[:] = {key for key in shelf.keys if self._lies(shelf, key)}
-        shelf.settled = False
-        self._first = min(self._first, shelf.position)
+    def _tail_last(self, shelf: Shelf) -> list[int]:
+        """List the blocks on a shelf, each once, in the reverse order of their going."""
+        of = self.of
+        lying = {block_id for block_id in shelf.ids if of[block_id] is shelf}
+        if not shelf.promoted:
+            return sorted(lying, key=self._board.index.__getitem__)
+        return sorted(lying, key=lambda block_id: self._place(shelf, block_id))
+
+    def _settle(self, shelf: Shelf) -> None:
+        shelf.ids = self._tail_last(shelf)
+        shelf.settled = True
+        shelf.sweep_at = 2 * len(shelf.ids) + _SWEEP_SLACK
+
+    def _new(self, lineage: int) -> Shelf:
+        position = self._positions.get(lineage)
+        if position is None:
+            position = self._positions[lineage] = len(self._order)
+            self._order.append(lineage)
+        shelf = self._shelves[lineage] = Shelf(lineage, position)
         return shelf

@@ -264,7 +264,6 @@ def test_before_choice_runs_before_a_choice_and_nowhere_else() -> None:
     )
     queue.append_n([])
     taken = queue.popleft_n(2)
-    assert queue.popleft_n(0) == []
     queue.append(taken[0])
     queue.prepend_n([taken[1]])
     queue.remove(taken[0])
