@@ -13,11 +13,13 @@ from turncache.errors import ConfigError, EngineFault, TurncacheError
 from turncache_server.launch.affinity import pin_tree
 from turncache_server.launch.explain import explain
 from turncache_server.launch.loopback import is_healthy
-from turncache_server.launch.processes import Supervised
+from turncache_server.launch.processes import NUM_TAIL_LINES, Supervised
 from turncache_server.launch.profiles import SERVER_MODULE, EngineLaunch
 from turncache_server.launch.spec import Side
 
 _POLL_S: Final = 0.05
+#: An engine core's own traceback is followed by those of everybody who waited for it.
+_NUM_SEARCHED_LINES: Final = 2000
 _HEALTH_INTERVAL_S: Final = 0.2
 
 
@@ -146,16 +148,14 @@ def wait_healthy(
 
 
 def _fault(process: Supervised, problem: str, exit_code: int | None) -> TurncacheError:
-    lines = process.tail()
+    lines = process.tail(_NUM_SEARCHED_LINES)
     explanation = explain(lines, exit_code)
-    text = problem + (f": {explanation.what}" if explanation.what else "")
-    message = "\n".join(
-        (
-            f"{text}; {explanation.way_out}",
-            f"Last lines of {process.log_path}:",
-            *(f"  {line}" for line in lines),
-        )
-    )
+    shown = lines[-NUM_TAIL_LINES:]
+    message = f"{problem}: {explanation.what}" if explanation.what else problem
+    message += f"; {explanation.way_out}\n"
+    if explanation.line and explanation.line not in "\n".join(shown):
+        message += f"The cause, further up in its log:\n  {explanation.line}\n"
+    message += "\n  ".join((f"Last lines of {process.log_path}:", *shown))
     if explanation.is_usage:
         return ConfigError(f"engine_args ({process.name})", message)
     return EngineFault(process.name, message)

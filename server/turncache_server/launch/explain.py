@@ -15,11 +15,13 @@ class Explanation:
     Attributes:
         what: one sentence, empty when the log holds no sign that we know.
         way_out: what to do about it.
+        line: of the log, in which the sign was found; often far above the end.
         is_usage: the command line was wrong, no engine is to blame.
     """
 
     what: str
     way_out: str
+    line: str = ""
     is_usage: bool = False
 
 
@@ -116,6 +118,7 @@ def explain(lines: Sequence[str], exit_code: int | None) -> Explanation:
                 return Explanation(
                     what=sign.what.format(detail=detail.strip()),
                     way_out=sign.way_out,
+                    line=line.strip(),
                     is_usage=sign.is_usage,
                 )
     if exit_code == 128 + 9:

@@ -130,6 +130,17 @@ def test_an_engine_that_fails_names_the_cause_and_stops_the_others(
     assert processes_with(mark) == []
 
 
+def test_a_cause_far_above_the_end_of_the_log_is_found_and_shown(make_spec: MakeSpec) -> None:
+    """An engine core's error is followed by tracebacks of everybody who waited for it."""
+    text = "MemoryError: the cause\n" + "traceback\n" * 200 + "RuntimeError: see above"
+    with pytest.raises(EngineFault, match="there is too little memory") as caught:
+        start(make_spec(router=False, engine_args=("--fail", text)), progress=quiet)
+    lines = str(caught.value).splitlines()
+    assert "  MemoryError: the cause" in lines
+    assert lines[-1] == "  RuntimeError: see above"
+    assert lines.count("  traceback") == 59
+
+
 def test_a_refused_flag_is_the_callers_mistake(make_spec: MakeSpec) -> None:
     """A flag that vLLM does not know is reported as configuration, with the flag's name."""
     spec = make_spec(

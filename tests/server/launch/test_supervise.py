@@ -193,6 +193,15 @@ def test_term_to_the_reaper_ends_everything(tmp_path: Path, mark: str) -> None:
         assert processes_with(mark) == []
 
 
+def test_the_end_of_the_lifeline_ends_everything(tmp_path: Path, mark: str) -> None:
+    """A launcher whose death the kernel does not report is noticed all the same."""
+    with running(tmp_path, "bash", "-c", STUBBORN) as program:
+        assert program._reaper.stdin is not None
+        program._reaper.stdin.close()
+        wait_for_end(program)
+        assert processes_with(mark) == []
+
+
 def test_the_end_of_a_thread_is_not_the_end_of_the_launcher(tmp_path: Path) -> None:
     """The kernel reports the death of the starting thread; the reaper looks closer."""
     started: list[Supervised] = []
