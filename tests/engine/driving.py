@@ -10,9 +10,11 @@ import typing
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import openai
 
 import turncache
 from turncache import Outcome
@@ -58,8 +60,16 @@ class Driver:
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
-        self.client = turncache.OpenAI(base_url=f"{stack.base_url}/v1", api_key="-", timeout=120)
+        url = f"{stack.base_url}/v1"
+        self.client = turncache.OpenAI(base_url=url, api_key="-", timeout=120)
+        self.stock = openai.OpenAI(base_url=url, api_key="-", timeout=120)
         self.control = ControlClient()
+
+    def close(self) -> None:
+        """Close the clients."""
+        self.client.close()
+        self.stock.close()
+        self.control.close()
 
     def call(
         self,
@@ -69,56 +79,44 @@ class Driver:
         salt: str,
         max_tokens: int = 24,
         stream: bool = True,
-        **extra: Any,
     ) -> Answer:
         """Make one call of a session, greedy."""
         client = self.client.with_session(session)
         result = client.chat.completions.create(
-            model=self.stack.model,
-            messages=list(messages),  # type: ignore[arg-type]
-            max_tokens=max_tokens,
-            temperature=0,
-            logprobs=True,
-            top_logprobs=2,
-            stream=stream,
-            extra_body={"cache_salt": salt, "ignore_eos": True, **extra},
+            **self._arguments(messages, salt, max_tokens, stream=stream)
         )
-        choices = (
-            [chunk.choices[0] for chunk in result if chunk.choices] if stream else result.choices
-        )
-        found = [
-            lp for choice in choices if choice.logprobs for lp in choice.logprobs.content or []
-        ]
-        return Answer(
-            text="".join(lp.token for lp in found),
-            tokens=tuple(lp.token for lp in found),
-            gaps=tuple(
-                lp.top_logprobs[0].logprob - lp.top_logprobs[1].logprob
-                if len(lp.top_logprobs) > 1
-                else float("inf")
-                for lp in found
-            ),
-            outcome=turncache.outcome(result),
-        )
+        return _answer(result, lambda: turncache.outcome(result), stream=stream)
 
-    def recomputed(self, messages: Sequence[dict[str, Any]], **extra: Any) -> Answer:
-        """Make the same call as a stranger: another session and another salt, nothing reused."""
-        answer = self.call(
-            messages, session=f"ref-{uuid.uuid4().hex}", salt=uuid.uuid4().hex, **extra
-        )
+    def recomputed(self, messages: Sequence[dict[str, Any]], *, max_tokens: int = 24) -> Answer:
+        """Make the same call as a stranger: stock client, no session, another salt."""
+        arguments = self._arguments(messages, uuid.uuid4().hex, max_tokens, stream=True)
+        raw = self.stock.chat.completions.with_raw_response.create(**arguments)
+        header = raw.headers["Turncache-Outcome"]
+        answer = _answer(raw.parse(), lambda: Outcome.from_header(header), stream=True)
         assert answer.outcome is not None
         assert answer.outcome.reused == 0
         return answer
 
+    def _arguments(
+        self, messages: Sequence[dict[str, Any]], salt: str, max_tokens: int, *, stream: bool
+    ) -> dict[str, Any]:
+        return {
+            "model": self.stack.model,
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "stream": stream,
+            "extra_body": {"cache_salt": salt, "ignore_eos": True},
+        }
+
     def flood(self, num_calls: int = 3, num_chars: int = 6500) -> None:
-        """Let other sessions fill the caches."""
+        """Let traffic that does not come back fill the caches: a stock client, no session."""
         for _ in range(num_calls):
-            self.call(
-                [{"role": "user", "content": words(num_chars)}],
-                session=f"flood-{uuid.uuid4().hex}",
-                salt=uuid.uuid4().hex,
-                max_tokens=1,
-            )
+            messages = [{"role": "user", "content": words(num_chars)}]
+            arguments = self._arguments(messages, uuid.uuid4().hex, 1, stream=False)
+            self.stock.chat.completions.create(**arguments)
 
     def stats(self, name: str) -> StatsReply:
         """Ask an engine for its counters and gauges."""
@@ -160,6 +158,22 @@ class Driver:
             time.sleep(0.05)
             reading = self.stats(name).gauges[gauge]
         return reading
+
+
+def _answer(result: Any, outcome: Callable[[], Outcome | None], *, stream: bool) -> Answer:
+    choices = [chunk.choices[0] for chunk in result if chunk.choices] if stream else result.choices
+    found = [lp for choice in choices if choice.logprobs for lp in choice.logprobs.content or []]
+    return Answer(
+        text="".join(lp.token for lp in found),
+        tokens=tuple(lp.token for lp in found),
+        gaps=tuple(
+            lp.top_logprobs[0].logprob - lp.top_logprobs[1].logprob
+            if len(lp.top_logprobs) > 1
+            else float("inf")
+            for lp in found
+        ),
+        outcome=outcome(),
+    )
 
 
 def assert_same(answer: Answer, reference: Answer) -> int:

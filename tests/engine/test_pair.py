@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import uuid
+from collections.abc import Iterator
 
 import openai
 import psutil
@@ -26,9 +27,11 @@ BLOCK = 32
 
 
 @pytest.fixture(scope="module")
-def drive(pair: Stack) -> Driver:
+def drive(pair: Stack) -> Iterator[Driver]:
     """A driver of the pair."""
-    return Driver(pair)
+    driver = Driver(pair)
+    yield driver
+    driver.close()
 
 
 @pytest.fixture

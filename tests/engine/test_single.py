@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,9 +14,11 @@ BLOCK = 32
 
 
 @pytest.fixture(scope="module")
-def drive(single: Stack) -> Driver:
+def drive(single: Stack) -> Iterator[Driver]:
     """A driver of the single engine."""
-    return Driver(single)
+    driver = Driver(single)
+    yield driver
+    driver.close()
 
 
 @pytest.fixture

@@ -265,6 +265,13 @@ class Extension:
     def step_scheduled(self, scheduler_output: Any) -> None:
         """Note which blocks the step writes (``build_connector_meta``)."""
         self._drain()
+        if scheduler_output.has_sync_kv_loads and self.ledger.in_order:
+            # Ours never do: a sibling in a MultiConnector writes blocks before the step
+            # and rewrites what is cached, so no mark says what a block holds.
+            self.ledger.in_order = False
+            logger.error(
+                "turncache: a sibling connector loads KV synchronously: this engine is no source"
+            )
         self.ledger.schedule(self._tracker.writes(scheduler_output))
         self._tick()
 
