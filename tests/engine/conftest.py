@@ -32,7 +32,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, **spec: object) -> Iterato
             model="tiny",
             router_port=0,
             dtype="float32",
-            max_model_len=4096,
+            max_model_len=2560,
             log_dir=tmp_path_factory.mktemp("stack"),
             **spec,  # type: ignore[arg-type]
         ),
@@ -48,7 +48,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One engine with retention; its pool holds little more than one long session."""
     yield from started(
         tmp_path_factory,
-        num_blocks={"single": 160},
+        num_blocks={"single": 96},
         settings={"retain_budget": 0.9, "tenant_budget": 0.9},
     )
 
@@ -60,6 +60,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         tmp_path_factory,
         prefill=1,
         decode=1,
-        num_blocks={"prefill": 160, "decode": 400},
+        num_blocks={"prefill": 96, "decode": 256},
         settings={"retain_budget": 0.9, "tenant_budget": 0.9},
     )

@@ -111,7 +111,7 @@ class Driver:
             "extra_body": {"cache_salt": salt, "ignore_eos": True},
         }
 
-    def flood(self, num_calls: int = 3, num_chars: int = 6500) -> None:
+    def flood(self, num_calls: int = 2, num_chars: int = 5000) -> None:
         """Let traffic that does not come back fill the caches: a stock client, no session."""
         for _ in range(num_calls):
             messages = [{"role": "user", "content": words(num_chars)}]
@@ -197,7 +197,7 @@ def assert_adds_up(outcome: Outcome | None) -> Outcome:
     return outcome
 
 
-def conversation(first_chars: int = 9000) -> list[dict[str, Any]]:
+def conversation(first_chars: int = 5000) -> list[dict[str, Any]]:
     """Return a history that ends in a long first question."""
     return [
         {"role": "system", "content": "You are an agent."},

@@ -21,6 +21,7 @@ from tests.engine.driving import (
     conversation,
     words,
 )
+from turncache.protocol import Reason
 from turncache_server.launch.stack import Stack
 
 BLOCK = 32
@@ -43,9 +44,9 @@ def ids() -> tuple[str, str]:
 def test_the_answer_comes_back_to_prefill(drive: Driver, ids: tuple[str, str]) -> None:
     """With prefill flooded in every wait, a call computes its new tokens and one block."""
     session, salt = ids
-    messages = conversation(6000)
+    messages = conversation(3500)
     previous_prompt, returned, ties = 0, 0, 0
-    for number in range(6):
+    for number in range(5):
         answer = drive.call(messages, session=session, salt=salt, max_tokens=16)
         outcome = assert_adds_up(answer.outcome)
         if number:
@@ -54,9 +55,9 @@ def test_the_answer_comes_back_to_prefill(drive: Driver, ids: tuple[str, str]) -
             returned += outcome.returned
             ties += assert_same(answer, drive.recomputed(messages, max_tokens=16))
         previous_prompt = outcome.prompt
-        drive.flood(2)
+        drive.flood()
         messages = list(continued(messages, answer, 200))
-    assert returned > 2000
+    assert returned > 1000
     assert ties <= 1
 
 
@@ -67,10 +68,10 @@ def test_an_edited_history_returns_only_the_common_prefix(
     session, salt = ids
     messages = conversation()
     first = drive.call(messages, session=session, salt=salt)
-    drive.flood(3)
+    drive.flood()
     edited = [
         messages[0],
-        {"role": "user", "content": words(4000)},
+        {"role": "user", "content": words(3000)},
         {"role": "assistant", "content": first.text},
         {"role": "user", "content": "And now?"},
     ]
@@ -85,12 +86,12 @@ def test_a_rewritten_tail_returns_up_to_the_edit(drive: Driver, ids: tuple[str, 
     session, salt = ids
     messages = conversation()
     first = drive.call(messages, session=session, salt=salt)
-    drive.flood(3)
+    drive.flood()
     other = list(continued(messages, first))
     other[2] = {"role": "assistant", "content": "A different answer."}
     answer = drive.call(other, session=session, salt=salt)
     outcome = assert_adds_up(answer.outcome)
-    assert outcome.reused > 2000
+    assert outcome.reused > 1000
     assert_same(answer, drive.recomputed(other))
 
 
@@ -99,7 +100,7 @@ def test_forked_and_retried_calls_are_exact(drive: Driver, ids: tuple[str, str])
     session, salt = ids
     messages = conversation()
     first = drive.call(messages, session=session, salt=salt)
-    drive.flood(3)
+    drive.flood()
     history = list(continued(messages, first))
     reference = drive.recomputed(history)
     for name in (session, session, f"{session}/fork"):
@@ -111,7 +112,7 @@ def test_forked_and_retried_calls_are_exact(drive: Driver, ids: tuple[str, str])
 def test_parallel_calls_of_one_session_are_exact(drive: Driver, ids: tuple[str, str]) -> None:
     """Calls that overlap in one session do not disturb each other."""
     session, salt = ids
-    messages = conversation(5000)
+    messages = conversation()
     first = drive.call(messages, session=session, salt=salt)
     histories = [list(continued(messages, first, 300)) for _ in range(3)]
     answers: dict[int, Answer] = {}
@@ -131,7 +132,7 @@ def test_parallel_calls_of_one_session_are_exact(drive: Driver, ids: tuple[str, 
 def test_a_client_that_leaves_leaves_nothing_behind(drive: Driver, ids: tuple[str, str]) -> None:
     """Streams dropped at any moment free their blocks on both engines."""
     session, salt = ids
-    messages = conversation(5000)
+    messages = conversation()
     for timeout_s in (0.05, 0.2, 0.6, 1.5):
         with pytest.raises((openai.APITimeoutError, openai.APIConnectionError)):
             drive.client.with_options(timeout=timeout_s, max_retries=0).with_session(
@@ -150,9 +151,9 @@ def test_a_client_that_leaves_leaves_nothing_behind(drive: Driver, ids: tuple[st
 def test_a_frozen_peer_costs_a_recompute(drive: Driver, ids: tuple[str, str]) -> None:
     """With decode's engine stopped, prefill recomputes and the call waits for decode only."""
     session, salt = ids
-    messages = conversation(5000)
+    messages = conversation()
     first = drive.call(messages, session=session, salt=salt)
-    drive.flood(2)
+    drive.flood()
     history = list(continued(messages, first))
     top = psutil.Process(drive.engine("decode-0").pid)
     pids = [process.pid for process in (top, *top.children(recursive=True))]
@@ -175,7 +176,7 @@ def test_a_frozen_peer_costs_a_recompute(drive: Driver, ids: tuple[str, str]) ->
 def test_an_engine_that_dies_is_replaced(drive: Driver, ids: tuple[str, str]) -> None:
     """A restarted decode engine costs one error or recompute, and the next call works."""
     session, salt = ids
-    messages = conversation(4000)
+    messages = conversation()
     first = drive.call(messages, session=session, salt=salt)
     history = list(continued(messages, first))
     drive.stack.restart("decode-0")
@@ -186,9 +187,11 @@ def test_an_engine_that_dies_is_replaced(drive: Driver, ids: tuple[str, str]) ->
     answer = drive.call(history, session=session, salt=salt)
     assert_same(answer, drive.recomputed(history))
     follow = list(continued(history, answer))
-    drive.flood(3)
+    drive.flood()
     last = drive.call(follow, session=session, salt=salt)
-    assert assert_adds_up(last.outcome).returned > 0, "the new engine is found again"
+    outcome = assert_adds_up(last.outcome)
+    assert outcome.reason in (Reason.OK, Reason.BELOW_THRESHOLD), "the new engine is a source again"
+    assert outcome.reused > 1000
     assert_same(last, drive.recomputed(follow))
 
 

@@ -35,7 +35,7 @@ def test_a_session_survives_flooding_that_stock_forgets(drive: Driver) -> None:
         session, salt = f"{mode}-{uuid.uuid4().hex}", uuid.uuid4().hex
         messages = conversation()
         first = drive.call(messages, session=session, salt=salt)
-        drive.flood(4)
+        drive.flood()
         messages = list(continued(messages, first))
         second = drive.call(messages, session=session, salt=salt)
         outcome = assert_adds_up(second.outcome)
@@ -43,16 +43,16 @@ def test_a_session_survives_flooding_that_stock_forgets(drive: Driver) -> None:
         assert_same(second, drive.recomputed(messages))
         if mode == "on":
             assert outcome.lost == 0
-            assert outcome.local > 2000
+            assert outcome.local > 1000
     assert computed["off"] > 5 * computed["on"]
 
 
-def test_twelve_calls_lose_nothing(drive: Driver, ids: tuple[str, str]) -> None:
-    """Over a dozen flooded tool waits, every call computes its new tokens and one block."""
+def test_ten_calls_lose_nothing(drive: Driver, ids: tuple[str, str]) -> None:
+    """Over ten flooded tool waits, every call computes its new tokens and one block."""
     session, salt = ids
-    messages = conversation(5000)
+    messages = conversation(3500)
     previous_prompt = 0
-    for number in range(12):
+    for number in range(10):
         answer = drive.call(messages, session=session, salt=salt, max_tokens=8)
         outcome = assert_adds_up(answer.outcome)
         if number:
@@ -60,7 +60,7 @@ def test_twelve_calls_lose_nothing(drive: Driver, ids: tuple[str, str]) -> None:
             assert outcome.lost == 0, f"call {number}: {outcome}"
             assert outcome.computed <= new + BLOCK
         previous_prompt = outcome.prompt
-        drive.flood(2)
+        drive.flood()
         messages = list(continued(messages, answer, 150))
 
 
@@ -73,7 +73,7 @@ def test_an_edited_history_reuses_only_the_common_prefix(
     first = drive.call(messages, session=session, salt=salt)
     messages = list(continued(messages, first))
     drive.call(messages, session=session, salt=salt)
-    edited = [messages[0], {"role": "user", "content": words(3000)}, *messages[2:]]
+    edited = [messages[0], {"role": "user", "content": words(2500)}, *messages[2:]]
     answer = drive.call(edited, session=session, salt=salt)
     outcome = assert_adds_up(answer.outcome)
     assert outcome.local <= BLOCK
@@ -90,7 +90,7 @@ def test_a_regenerated_answer_is_exact(drive: Driver, ids: tuple[str, str]) -> N
     other[2] = {"role": "assistant", "content": "Something else entirely."}
     answer = drive.call(other, session=session, salt=salt)
     outcome = assert_adds_up(answer.outcome)
-    assert outcome.local > 2000
+    assert outcome.local > 1000
     assert_same(answer, drive.recomputed(other))
 
 
@@ -104,7 +104,7 @@ def test_a_forked_session_shares_its_prefix_and_stays_exact(
     for branch in ("a", "b"):
         history = list(continued(messages, first))
         answer = drive.call(history, session=f"{session}/{branch}", salt=salt)
-        assert assert_adds_up(answer.outcome).local > 2000
+        assert assert_adds_up(answer.outcome).local > 1000
         assert_same(answer, drive.recomputed(history))
 
 
