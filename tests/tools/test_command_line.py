@@ -136,3 +136,11 @@ def test_it_runs_as_a_module() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "No such command 'fly'" in done.stderr
+
+
+def test_the_demo_gets_its_arguments_untouched(turncache: Run) -> None:
+    """Options of the demo, help included, are the demo's own to read."""
+    ran = turncache("demo", "--help")
+    assert ran.code == 0
+    assert "--quick" in ran.out
+    assert turncache("demo", "--no-such-option").code == 2
