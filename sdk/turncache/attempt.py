@@ -86,7 +86,7 @@ class Attempt:
     def answered(self, answer: Any, *, stream: bool) -> None:
         """Take what upstream returned: a raw response, a stream, or something else."""
         response = getattr(answer, "http_response", None) or getattr(answer, "response", answer)
-        quietly(self._read_headers, getattr(response, "headers", None))
+        quietly("read", self._read_headers, getattr(response, "headers", None))
         self.options = None
         if not self.asks_raw:
             self.keep(answer)
@@ -98,7 +98,7 @@ class Attempt:
     def parsed(self, result: Any) -> None:
         """Take the parsed answer, which the caller may have asked for later."""
         if self.call.boundary is None:
-            self._end(quietly(read_answer, result))
+            self._end(quietly("read", read_answer, result))
 
     def keep(self, result: Any) -> None:
         """Take what the caller gets: it leads to this call from then on."""
@@ -107,7 +107,8 @@ class Attempt:
     def failed(self, error: BaseException) -> None:
         """Take the error that ended the call."""
         self.options = None
-        quietly(self._read_headers, getattr(getattr(error, "response", None), "headers", None))
+        response = getattr(error, "response", None)
+        quietly("read", self._read_headers, getattr(response, "headers", None))
         self.call.fail(self._clock(), type(error).__name__)
 
     def chunk(self, chunk: Any) -> None:
@@ -124,7 +125,7 @@ class Attempt:
 
     def stream_ended(self) -> None:
         """Take that the stream was read to its end."""
-        self._end(None if self._reader is None else quietly(self._reader.ending))
+        self._end(None if self._reader is None else quietly("read", self._reader.ending))
         if self.call.boundary is None and self.call.error is None:
             self.call.error = INCOMPLETE
 
@@ -160,15 +161,27 @@ class Attempt:
 STREAMS: Final[WeakTable[Attempt]] = WeakTable()
 
 
-def quietly(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+def quietly(what: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
     """Return what ``function`` returns, or None when a value it reads is not as expected.
 
     Requests and answers hold whatever callers and servers put there. Reading them is a
-    side line: it must not take a good answer away from the caller.
+    side line: it must not take a good answer away from the caller. The first time that
+    something goes wrong is a warning, because from then on KV may be lost.
     """
     try:
         return function(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - see the docstring
-        # The error's text may quote a message.
-        LOG.debug("could not read a call: %s", type(error).__name__)
+        # The error's text may quote a message: its type has to do.
+        problem = (what, type(error).__name__)
+        level = logging.DEBUG if problem in _problems else logging.WARNING
+        _problems.add(problem)
+        LOG.log(level, "could not %s a call (%s): it goes on as the stock client's", *problem)
         return None
+
+
+def forget_problems() -> None:
+    """Be ready to warn of everything again."""
+    _problems.clear()
+
+
+_problems: Final[set[tuple[str, str]]] = set()

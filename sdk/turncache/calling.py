@@ -10,7 +10,6 @@ from turncache.attempt import Attempt
 from turncache.family import binding_of
 from turncache.streams import watched
 from turncache.tagging import begin
-from turncache.wire import RELEVANT
 
 
 def call(
@@ -26,7 +25,7 @@ def call(
 
     Returns what upstream returns, and raises what it raises.
     """
-    attempt = begin(binding_of(client, RELEVANT), client.base_url, cast_to, options, stream=stream)
+    attempt = begin(binding_of(client), client.base_url, cast_to, options, stream=stream)
     if attempt is None:
         return upstream(cast_to, options, stream=stream, stream_cls=stream_cls)
     try:
@@ -50,7 +49,7 @@ async def acall(
     stream_cls: Any,
 ) -> Any:
     """Make one call with ``upstream``, the ``request()`` of an async openai client."""
-    attempt = begin(binding_of(client, RELEVANT), client.base_url, cast_to, options, stream=stream)
+    attempt = begin(binding_of(client), client.base_url, cast_to, options, stream=stream)
     if attempt is None:
         return await upstream(cast_to, options, stream=stream, stream_cls=stream_cls)
     try:

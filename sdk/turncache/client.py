@@ -17,7 +17,6 @@ from turncache.errors import UsageError
 from turncache.family import bind, binding_of
 from turncache.sessions import Session, session
 from turncache.settings import Profile, parse_hosts, parse_profile, set_up_logging
-from turncache.wire import RELEVANT
 
 set_up_logging()
 
@@ -56,7 +55,7 @@ class Bound:
         return self._copied(
             profile=parse_profile(str(profile), "profile"),
             hosts=(
-                *binding_of(self, RELEVANT).hosts,
+                *binding_of(self).hosts,
                 *parse_hosts(list(hosts), "hosts"),
             ),
         )
@@ -64,11 +63,11 @@ class Bound:
     @property
     def automatic_sessions(self) -> tuple[Session, ...]:
         """Conversations that this client and its copies follow by themselves, latest last."""
-        return binding_of(self, RELEVANT).family.follower.owners()
+        return binding_of(self).family.follower.owners()
 
     def _copied(self, **changes: Any) -> Self:
         new: Self = self.copy()  # type: ignore[attr-defined]
-        bind(new, binding_of(self, RELEVANT), RELEVANT, **changes)
+        bind(new, binding_of(self), **changes)
         return new
 
 
@@ -118,7 +117,7 @@ class _AsyncCalls(Bound):
 
 def _kept(client: Bound, new: Bound) -> Bound:
     """Give a copy what its original remembers."""
-    bind(new, binding_of(client, RELEVANT), RELEVANT)
+    bind(new, binding_of(client))
     return new
 
 

@@ -23,6 +23,7 @@ from turncache.follow import Follower
 from turncache.results import WeakTable
 from turncache.sessions import Session
 from turncache.settings import Profile, Settings, from_environment
+from turncache.wire import RELEVANT
 
 
 class Family:
@@ -77,12 +78,11 @@ class Binding:
 _bindings: Final[WeakTable[Binding]] = WeakTable()
 
 
-def binding_of(client: Any, relevant: frozenset[str]) -> Binding:
+def binding_of(client: Any) -> Binding:
     """Return the client's binding, made at its first call.
 
     Args:
         client: any openai client.
-        relevant: names, in lower case, of the default headers that matter.
 
     Raises:
         ConfigError: on a variable of the environment that cannot be used.
@@ -94,21 +94,21 @@ def binding_of(client: Any, relevant: frozenset[str]) -> Binding:
             found = _bindings.get(client) or Binding(
                 family=Family(settings),
                 hosts=settings.hosts,
-                defaults=_defaults(client, relevant),
+                defaults=_defaults(client),
             )
             _bindings.put(client, found)
     return found
 
 
-def bind(client: Any, binding: Binding, relevant: frozenset[str], **changes: Any) -> None:
+def bind(client: Any, binding: Binding, **changes: Any) -> None:
     """Give a copy of a client the binding of its original, with ``changes``."""
-    defaults = _defaults(client, relevant)
+    defaults = _defaults(client)
     _bindings.put(client, dataclasses.replace(binding, defaults=defaults, **changes))
 
 
-def _defaults(client: Any, relevant: frozenset[str]) -> dict[str, Any]:
+def _defaults(client: Any) -> dict[str, Any]:
     headers = client.default_headers
-    return {name.lower(): value for name, value in headers.items() if name.lower() in relevant}
+    return {name.lower(): value for name, value in headers.items() if name.lower() in RELEVANT}
 
 
 def _automatic(parent: Session | None) -> Session:

@@ -151,7 +151,8 @@ def _matches(pattern: str, host: str, port: int | None) -> bool:
     name, number = pattern, ""
     if not pattern.endswith("]") and ":" in pattern:
         name, _, number = pattern.rpartition(":")
-    if number and number != str(port):
+    # A URL without a port leaves it to the scheme.
+    if number and number != str(port) and not (port is None and number in ("80", "443")):
         return False
     name = name.strip("[]")
     if name.startswith("*."):

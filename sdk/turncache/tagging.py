@@ -61,6 +61,7 @@ class _Entry:
     session: Session | None = None
     tags: CallTags | None = None
     line: tuple[Follower[Session], int] | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 def begin(
@@ -80,7 +81,9 @@ def begin(
     settings = binding.family.settings
     if settings.disabled or _profile(binding) is Profile.OFF:
         return None
-    return quietly(_begin, binding, (base_url.host, base_url.port), cast_to, options, stream)
+    return quietly(
+        "prepare", _begin, binding, (base_url.host, base_url.port), cast_to, options, stream
+    )
 
 
 def _begin(
@@ -98,6 +101,9 @@ def _begin(
     follow = choice.follow and told is Audience.TOLD and "prompt" not in body
     with LOCK:
         entry = _enter(family, choice.session, body, explicit, follow=follow)
+    if entry.session is not None:
+        for finding in entry.findings:
+            ADVISER.say(entry.session.id, finding)
     attempt = Attempt(
         call=entry.call,
         session=entry.session,
@@ -129,11 +135,14 @@ def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any
     ours is left to the server, and a block or session that has ended makes it nobody's.
     """
     for given in (explicit.get(_SESSION), body.get("session_id")):
-        if given is not None:
-            try:
-                return Choice(session(check_session_id(given)))
-            except ProtocolError:
-                return _NOBODY
+        if given is None:
+            continue
+        if not isinstance(given, str):
+            return _NOBODY
+        try:
+            return Choice(session(check_session_id(given)))
+        except ProtocolError:
+            return _NOBODY
     if binding.session is not None:
         return _unless_ended(binding.session, ended=binding.session.ended)
     scope = scopes.innermost()
@@ -180,7 +189,7 @@ def _enter(
         final=explicit.get(_FINAL) == "true",
     )
     owner.ledger.begin(call)
-    _learn(owner, reading, now_s)
+    found = _learn(owner, reading, now_s)
     tags = owner.tags(
         turn=turn,
         call=number,
@@ -188,7 +197,7 @@ def _enter(
         tools=TOOL_DURATIONS.rows(reading.tools.names),
         final=call.final,
     )
-    return _Entry(call, owner, tags, line)
+    return _Entry(call, owner, tags, line, found)
 
 
 def _place(owner: Session, reading: Reading) -> tuple[int | None, int | None]:
@@ -202,21 +211,21 @@ def _place(owner: Session, reading: Reading) -> tuple[int | None, int | None]:
     return (turn, call + 1) if reading.cause is Cause.TOOL else (turn + 1, 1)
 
 
-def _learn(owner: Session, reading: Reading, now_s: float) -> None:
+def _learn(owner: Session, reading: Reading, now_s: float) -> tuple[Finding, ...]:
     """Take from the request how long its tools ran, and what broke reuse since the last."""
     ledger = owner.ledger
     results = ledger.take_results(reading.results)
     if results:
         answered_s = max(waiting.answered_s for waiting in results.values())
         TOOL_DURATIONS.observe([waiting.name for waiting in results.values()], now_s - answered_s)
-    found = list(_rewritten(reading, results))
+    found = _rewritten(reading, results)
     if reading.previous is None and reading.history:
         before = ledger.shape_before(reading)
         if before is not None:
             found += findings(before, reading)
     for finding in found:
         ledger.note(finding)
-        ADVISER.say(owner.id, finding)
+    return tuple(found)
 
 
 def _rewritten(reading: Reading, results: Mapping[str, Waiting]) -> list[Finding]:

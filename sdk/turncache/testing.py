@@ -30,6 +30,7 @@ from typing import Any, Self
 
 from turncache._fake_forms import Chat, Completions, Form, Reply, Responses
 from turncache.advice import ADVISER
+from turncache.attempt import forget_problems
 from turncache.hosts import forget_answers
 from turncache.protocol import (
     CALL_HEADER,
@@ -84,9 +85,10 @@ def forget_everything() -> None:
     """Forget what the clients of this process have learned, for tests that start afresh.
 
     That is: sessions by id, how long tools run, which hosts answered with a ``Turncache``
-    header, and what advice was given.
+    header, and what advice and warnings were given.
     """
     forget_sessions()
+    forget_problems()
     TOOL_DURATIONS.forget()
     ADVISER.forget()
     forget_answers()

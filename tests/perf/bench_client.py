@@ -24,6 +24,7 @@ import asyncio
 import gc
 import importlib
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -43,7 +44,6 @@ from turncache.attempt import STREAMS, Attempt
 from turncache.family import binding_of
 from turncache.records import Call
 from turncache.streams import watched
-from turncache.wire import RELEVANT
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 HTTPX: Any = importlib.import_module(
@@ -87,7 +87,8 @@ class Figure:
         ratio: ``value`` by ``baseline``, None without a baseline.
         limit: what it may be.
         ok: whether ``value`` is within ``limit``.
-        host: processor and Python.
+        host: processor, Python, and the load of the last minute: over the number of
+            processors it makes every figure larger.
         commit: commit of the checkout, with ``+`` when it has changes.
     """
 
@@ -154,18 +155,29 @@ def per_call_us(
     """Return the fastest stock call, own call, and preparation of an own call, in us."""
     whole = history(messages)
     fastest = [float("inf"), float("inf")]
-    with timed_preparation() as spent:
-        preparation = float("inf")
+    preparation = float("inf")
+    with timed_preparation() as spent, collector_paused():
         for number in range(rounds):
+            if number % 20 == 0:
+                gc.collect()
             for at in (0, 1) if number % 2 else (1, 0):
                 ask(clients[at], whole[:-2])
-                gc.collect(0)
                 spent.clear()
                 start = time.thread_time_ns()
                 ask(clients[at], whole)
                 fastest[at] = min(fastest[at], (time.thread_time_ns() - start) / 1e3)
-                preparation = min(preparation, *(ns / 1e3 for ns in spent), float("inf"))
+                preparation = min([preparation, *(ns / 1e3 for ns in spent)])
     return fastest[0], fastest[1], preparation
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the garbage collector out of what is timed."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def call_figures(kind: str, rounds: int) -> Iterator[tuple[str, float, float, float]]:
@@ -249,7 +261,7 @@ def chunk_figure(rounds: int) -> tuple[str, float, float, float]:
 def memory_figure() -> tuple[str, float, None, float]:
     """Return what 10,000 automatic sessions of two calls hold, in MB."""
     with client_of(turncache.OpenAI) as client:
-        binding = binding_of(client, RELEVANT)
+        binding = binding_of(client)
         seen: list[Any] = []
 
         class Catch(openai.OpenAI):
@@ -330,12 +342,13 @@ def show(figures: list[Figure]) -> None:
 
 
 def where() -> str:
-    """Return the processor and the Python that were measured."""
+    """Return the processor, the Python and the load that were measured."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor()
-    return f"{name}, Python {platform.python_version()}"
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"
+    return f"{name}, Python {platform.python_version()}, {load}"
 
 
 def revision() -> str:

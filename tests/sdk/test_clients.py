@@ -364,6 +364,20 @@ def _response(answer: Any, headers: dict[str, str]) -> Any:
     return HTTPX.Response(200, json=answer, headers=headers)
 
 
+@pytest.mark.odd_request
+def test_odd_requests_pass_through(
+    client: turncache.OpenAI, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A body that we cannot read is sent as it is, without tags, and that is said once."""
+    body = {"model": "m", "messages": [{"role": "user", "content": None, "x": 1, 3: 2}]}
+    with turncache.session("ticket"):
+        for _ in range(2):
+            client.post("/chat/completions", body=body, cast_to=object)
+    assert session_ids(server.requests) == [None, None]
+    [record] = caplog.records
+    assert "could not prepare a call (TypeError)" in record.getMessage()
+
+
 def test_text_answers_reach_the_caller() -> None:
     """An answer that is no JSON comes back as text, as the stock client has it."""
     recorder = Recorder(lambda _: HTTPX.Response(200, text="<html>"))

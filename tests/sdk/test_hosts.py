@@ -82,6 +82,7 @@ def test_a_provider_that_answered_is_not_told() -> None:
         ("*.example.com", "example.com", 443, False),
         ("llm.example.com:8443", "llm.example.com", 8443, True),
         ("llm.example.com:8443", "llm.example.com", None, False),
+        ("llm.example.com:443", "llm.example.com", None, True),
         ("[2001:db8::1]:8000", "2001:db8::1", 8000, True),
         ("[2001:db8::1]", "2001:db8::1", 8000, True),
         ("*.openai.azure.com", "mine.openai.azure.com", 443, True),

@@ -200,10 +200,9 @@ def test_async_streams(server: FakeServer) -> None:
 def test_tool_durations_are_measured(client: turncache.OpenAI, server: FakeServer) -> None:
     """From the answer with tool calls to the request with their results, by the clock."""
     from turncache.family import binding_of
-    from turncache.wire import RELEVANT
 
     times = itertools.count(0, 10)
-    binding_of(client, RELEVANT).family.clock = lambda: float(next(times))
+    binding_of(client).family.clock = lambda: float(next(times))
     server.script(Reply(tools=[("search", "{}")]))
     with turncache.session():
         answer = client.chat.completions.create(model="m", messages=[user()], tools=TOOLS)
