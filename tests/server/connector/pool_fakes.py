@@ -197,6 +197,8 @@ def step(
     cached: dict[str, tuple[list[int], int, int]] | None = None,
     resumed: Iterable[str] = (),
     finished: Iterable[str] = (),
+    *,
+    sync_loads: bool = False,
 ) -> Any:
     """Return a scheduler output.
 
@@ -205,6 +207,7 @@ def step(
         cached: running requests: (new block ids, tokens computed, tokens scheduled) by id.
         resumed: those of ``cached`` that come back from a preemption.
         finished: ids that have ended.
+        sync_loads: a connector loads KV before the forward pass.
     """
     new, cached = new or {}, cached or {}
     return SimpleNamespace(
@@ -223,4 +226,5 @@ def step(
             **{r: count for r, (_, _, count) in cached.items()},
         },
         finished_req_ids=set(finished),
+        has_sync_kv_loads=sync_loads,
     )

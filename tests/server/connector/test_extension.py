@@ -372,6 +372,20 @@ def test_an_engine_whose_steps_come_back_out_of_order_is_no_source(
     assert desk.extension.broken is None, "retention goes on"
 
 
+def test_an_engine_with_a_sibling_that_loads_synchronously_is_no_source(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a sibling writes cached blocks outside of the steps; said once, retention goes on."""
+    desk.call(num_blocks=4)
+    for _ in range(2):
+        desk.extension.step_scheduled(step(sync_loads=True))
+        desk.extension.step_processed()
+    assert ask(desk).block_ids == []
+    assert len([r for r in caplog.records if "synchronously" in r.getMessage()]) == 1
+    assert desk.extension.broken is None
+    assert desk.extension.gauges()["retained_blocks"] == 4
+
+
 # --- modes -----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,386 @@
+"""Two engines that pull from each other, driven at random: nothing may ever be computed wrong.
+
+Everything that happens is drawn from one seed: calls of agents whose histories grow, are
+edited and forked; steps, scheduled, executed and processed on their own; half blocks on the
+wire, late, failed or lingering; answers of the control thread, at any moment of the other
+engine's life, in the middle of a schedule and between two reads of one answer; aborts, resets,
+modes, and time. Wrong KV is noticed where it is used (:mod:`tests.builders`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.builders import BLOCK, VOCAB, Engine, Question, Transfer, World
+from turncache.errors import EngineFault
+from turncache_server.connector.source import Source
+from turncache_server.retention.ledger import Ledger
+from turncache_server.retention.mailbox import SwitchMode
+
+NAMES = ("prefill-0", "decode-0")
+
+
+@dataclass(eq=False)
+class Agent:
+    """A session and what became of its last call."""
+
+    session: str
+    history: list[int]
+    engine: str = NAMES[0]
+    request: Any = None
+
+
+@dataclass
+class Events:
+    """What a run has seen; a soak that sees none of a kind tests nothing of it."""
+
+    calls: int = 0
+    pulls_verified: int = 0
+    pulls_failed: int = 0
+    reads_abandoned: int = 0
+    aborts: int = 0
+    preemptions: int = 0
+    resets: int = 0
+    named_blocks: int = 0
+    torn_reads: int = 0
+    inside_schedule: int = 0
+
+    def add(self, other: Events) -> None:
+        """Add the counts of another run."""
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
+
+class _Torn:
+    """A list of the ledger as the control thread reads it, interrupted by the engine thread."""
+
+    def __init__(self, values: list[int], interrupt: Callable[[], None]) -> None:
+        self._values = values
+        self._interrupt = interrupt
+
+    def __getitem__(self, index: int) -> int:
+        self._interrupt()
+        return self._values[index]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class _TornLedger:
+    """The ledger as the control thread reads it."""
+
+    def __init__(self, ledger: Ledger, interrupt: Callable[[], None]) -> None:
+        self._ledger = ledger
+        self.epoch = _Torn(ledger.epoch, interrupt)
+        self.written = _Torn(ledger.written, interrupt)
+
+    @property
+    def in_order(self) -> bool:
+        return self._ledger.in_order
+
+    def readable_epoch(self, block_id: int) -> int | None:
+        # The real order of reads, on lists that are interrupted.
+        return type(self._ledger).readable_epoch(self, block_id)  # type: ignore[arg-type]
+
+
+class Soak:
+    """One run.
+
+    Args:
+        seed: of everything.
+        mutant: a source that breaks one rule, None for the real one.
+    """
+
+    def __init__(self, seed: int, *, mutant: type[Source] | None = None) -> None:
+        self.random = random.Random(seed)
+        self.world = World(seed=seed, hold=True)
+        self.events = Events()
+        asynchronous = self.random.random() < 0.5
+        num_blocks = self.random.choice([24, 40, 64])
+        self.engines = [
+            Engine(
+                self.world,
+                name,
+                peers=[other for other in NAMES if other != name],
+                settings={"pull_timeout_s": 2.0, "retain_default_s": 30, "handover_s": 5},
+                num_blocks=num_blocks,
+                batched_tokens=self.random.choice([16, 48, 128]),
+                max_requests=6,
+                max_model_len=(num_blocks - 2) * BLOCK,
+                async_scheduling=asynchronous,
+                num_ranks=self.random.choice([1, 1, 2]),
+            )
+            for name in NAMES
+        ]
+        self.longest = (num_blocks // 2) * BLOCK
+        self._inside: str | None = None
+        for engine in self.engines:
+            self._instrument(engine, mutant)
+        shared = self._new_tokens(3 * BLOCK)
+        self.agents = [Agent(f"s{i}", list(shared) if i % 2 else []) for i in range(5)]
+
+    # --- the control thread between two instructions of the engine thread --------------------
+
+    def _instrument(self, engine: Engine, mutant: type[Source] | None) -> None:
+        extension = engine.extension
+        extension.source = (mutant or Source)(
+            engine.pool,
+            _TornLedger(extension.ledger, lambda: self._interrupted(engine)),  # type: ignore[arg-type]
+            extension.mailbox,
+            serving=lambda: extension.acting and extension.ledger.in_order,
+            known_blocks=extension.table.known_blocks,
+        )
+        manager, connector = engine.scheduler.kv_cache_manager, engine.scheduler.connector
+        scheduler = engine.scheduler
+        scheduler._preempt_request = self._counted(scheduler._preempt_request)
+        for owner, name in (
+            (manager, "allocate_slots"),
+            (connector, "build_connector_meta"),
+            (connector, "update_connector_output"),
+            (connector, "take_events"),
+        ):
+            setattr(owner, name, self._watched(engine, getattr(owner, name)))
+
+    def _counted(self, preempt: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            self.events.preemptions += 1
+            preempt(*args, **kwargs)
+
+        return run
+
+    def _watched(self, engine: Engine, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._look(engine)
+            result = hook(*args, **kwargs)
+            self._look(engine)
+            return result
+
+        return run
+
+    def _look(self, engine: Engine) -> None:
+        """Answer what is asked of an engine while it is in the middle of a step."""
+        before, self._inside = self._inside, engine.name
+        self.events.named_blocks += engine.check_named()
+        for question in self._questions(engine.name):
+            if self.random.random() < 0.3:
+                self.events.inside_schedule += 1
+                self._answer(question)
+        self._inside = before
+
+    def _interrupted(self, engine: Engine) -> None:
+        """Let the engine thread run on between two reads of the control thread."""
+        if self._inside is None and self.random.random() < 0.02:
+            self.events.torn_reads += 1
+            with self._busy(engine):
+                for _ in range(self.random.randint(1, 4)):
+                    self._step(engine)
+
+    @contextmanager
+    def _busy(self, engine: Engine) -> Iterator[None]:
+        before, self._inside = self._inside, engine.name
+        yield
+        self._inside = before
+
+    # --- what can happen ---------------------------------------------------------------------
+
+    def run(self, num_events: int) -> Events:
+        """Let things happen, then bring everything to its end."""
+        kinds: list[tuple[int, Callable[[], None]]] = [
+            (24, self.some_step),
+            (5, self.some_call),
+            (12, self.some_answer),
+            (10, self.some_transfer),
+            (1, self.some_abort),
+            (2, self.some_time),
+        ]
+        weights = [weight for weight, _ in kinds]
+        for number in range(num_events):
+            _, event = self.random.choices(kinds, weights)[0]
+            event()
+            if number % 50 == 49:
+                self.rare_event()
+            for engine in self.engines:
+                engine.check_free()
+                self.events.named_blocks += engine.check_named()
+        self.drain()
+        return self.events
+
+    def some_step(self) -> None:
+        """One engine schedules, executes or processes."""
+        self._step(self.random.choice(self.engines))
+
+    def _step(self, engine: Engine) -> None:
+        waiting = [flight for flight in engine.flights if flight.output is None]
+        choice = self.random.random()
+        if choice < 0.2 and waiting:
+            engine.execute(waiting[0])
+        elif len(engine.flights) < engine.depth and engine.scheduler.has_requests():
+            engine.schedule()
+        elif engine.flights:
+            engine.process()
+
+    def some_call(self) -> None:
+        """An agent that waits makes its next call, somewhere."""
+        idle = [agent for agent in self.agents if agent.request is None]
+        for agent in self.agents:
+            if agent.request is not None and agent.request.is_finished():
+                self._returned(agent)
+        if not idle:
+            return
+        agent = self.random.choice(idle)
+        self._edit(agent)
+        agent.history += self._new_tokens(self.random.randint(1, 4 * BLOCK))
+        if len(agent.history) > self.longest:
+            agent.history = self._new_tokens(2 * BLOCK)
+        if self.random.random() < 0.7:
+            agent.engine = NAMES[agent.engine == NAMES[0]]
+        engine = self.world.engines[agent.engine]
+        other = NAMES[engine.name == NAMES[0]]
+        self.events.calls += 1
+        agent.request = engine.add(
+            f"call-{self.events.calls}",
+            agent.history,
+            max_tokens=self.random.choice([1, 1, 2, 3 * BLOCK]),
+            session=agent.session,
+            source=other if self.random.random() < 0.8 else None,
+            handover=self.random.random() < 0.3,
+            final=self.random.random() < 0.02,
+            retain_s=self.random.choice([None, 0.0, 5.0]),
+        )
+
+    def _returned(self, agent: Agent) -> None:
+        if self.random.random() < 0.9:
+            agent.history = list(agent.request.all_token_ids)
+        agent.request = None
+
+    def _edit(self, agent: Agent) -> None:
+        """Sometimes a history is cut, edited, or continued by another session."""
+        choice = self.random.random()
+        if choice < 0.05 and agent.history:
+            at = self.random.randrange(len(agent.history))
+            agent.history[at] = 2 + self.random.randrange(VOCAB - 2)
+        elif choice < 0.1:
+            agent.history = agent.history[: self.random.randint(0, len(agent.history))]
+        elif choice < 0.2:
+            agent.history = list(self.random.choice(self.agents).history)
+
+    def _new_tokens(self, count: int) -> list[int]:
+        return [2 + self.random.randrange(VOCAB - 2) for _ in range(count)]
+
+    def _questions(self, peer: str) -> list[Question]:
+        return [
+            question
+            for engine in self.engines
+            if engine.peers is not None
+            for question in engine.peers.questions
+            if question.peer == peer and question.reply is None
+        ]
+
+    def _answer(self, question: Question) -> None:
+        for engine in self.engines:
+            if engine.peers is not None and question in engine.peers.questions:
+                engine.peers.answer(question)
+
+    def some_answer(self) -> None:
+        """A question is answered, delivered, or lost."""
+        engine = self.random.choice(self.engines)
+        if engine.peers is None or not engine.peers.questions:
+            return
+        question = self.random.choice(engine.peers.questions)
+        choice = self.random.random()
+        if choice < 0.005:
+            engine.peers.lose(question, EngineFault(question.peer, "no answer"))
+        elif choice < 0.4:
+            engine.peers.answer(question)
+        else:
+            engine.peers.deliver(question)
+
+    def some_transfer(self) -> None:
+        """Half blocks arrive; a read fails, with or without the backend still writing."""
+        live = [each for each in self.world.transfers if not each.released]
+        self.world.transfers[:] = live
+        if not live:
+            return
+        transfer: Transfer = self.random.choice(live)
+        choice = self.random.random()
+        if choice < 0.01:
+            transfer.fail(still_writing=self.random.random() < 0.5)
+        elif choice < 0.03 and transfer.state == "ERR":
+            transfer.stop_writing()
+        elif choice < 0.6:
+            transfer.advance(self.random.randint(1, 6))
+        else:
+            transfer.advance()
+
+    def some_abort(self) -> None:
+        """A client leaves."""
+        engine = self.random.choice(self.engines)
+        live = [r for r, q in engine.scheduler.requests.items() if not q.is_finished()]
+        if live and self.random.random() < 0.4:
+            self.events.aborts += 1
+            engine.abort(self.random.choice(live))
+
+    def some_time(self) -> None:
+        """Time passes, now and then more than a deadline."""
+        self.world.now_s += self.random.choices([0.01, 0.1, 0.5, 2.5], [4, 4, 4, 1])[0]
+
+    def rare_event(self) -> None:
+        """A reset of the prefix cache, a switch of the mode, a peer that is greeted anew."""
+        engine = self.random.choice(self.engines)
+        choice = self.random.random()
+        if choice < 0.3:
+            self.events.resets += bool(engine.scheduler.reset_prefix_cache())
+        elif choice < 0.4:
+            engine.extension.mailbox.post(SwitchMode(self.random.choice(["off", "observe"])))
+        else:
+            engine.extension.mailbox.post(SwitchMode("on"))
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Let every transfer and question end, and every request with them; nothing is left."""
+        for _ in range(600):
+            for transfer in self.world.transfers:
+                if not transfer.released and transfer.state == "ERR":
+                    transfer.stop_writing()
+                elif not transfer.released:
+                    transfer.advance()
+            for engine in self.engines:
+                if engine.peers is not None:
+                    for question in list(engine.peers.questions):
+                        engine.peers.deliver(question)
+                engine.step()
+            if not any(engine.busy for engine in self.engines) and not self._withheld():
+                break
+            if not any(engine.busy for engine in self.engines):
+                self._wake()
+        for engine in self.engines:
+            pair = engine.connector.connector_scheduler
+            self.events.pulls_verified += pair.totals["pulls_verified"]
+            self.events.pulls_failed += pair.totals["pulls_failed"]
+            self.events.reads_abandoned += pair.totals["reads_abandoned"]
+            assert engine.extension.broken is None, engine.extension.broken
+            assert engine.extension.ledger.in_order
+            engine.assert_no_leak()
+
+    def _withheld(self) -> bool:
+        return any(engine.connector.connector_scheduler._abandoned for engine in self.engines)
+
+    def _wake(self) -> None:
+        """An idle engine learns only with its next call that an abandoned transfer is gone."""
+        for engine in self.engines:
+            if engine.connector.connector_scheduler._abandoned:
+                self.events.calls += 1
+                engine.add(f"wake-{self.events.calls}", self._new_tokens(BLOCK))
+
+
+@dataclass
+class Mutation:
+    """A rule that is broken on purpose, and a seed with which the soak is known to notice."""
+
+    source: type[Source]
+    seeds: tuple[int, ...] = field(default_factory=tuple)

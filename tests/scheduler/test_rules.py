@@ -1,0 +1,317 @@
+"""What makes the verified pull safe in vLLM: one test per rule of the design, with the fault
+that the rule prevents within reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.builders import BLOCK, Engine, World, pair, reading, tokens, world
+from turncache.errors import ConfigError, EngineFault
+from turncache.protocol import Reason
+from turncache_server.connector.peers import PeerState
+from turncache_server.control.messages import Peek
+
+
+@pytest.fixture
+def held() -> Iterator[World]:
+    """Engines whose reads stay on the wire until the test moves them."""
+    with world(hold=True) as made:
+        yield made
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_rule_1_only_written_blocks_are_named(asynchronous: bool) -> None:
+    """A hash is attached when a step is scheduled; a peer is told of a block when it is written."""
+    with world() as made:
+        engine = Engine(made, peers=[], async_scheduling=asynchronous, batched_tokens=12)
+        request = engine.add("r", tokens(50), max_tokens=20, session="s")
+        ahead = named = 0
+
+        def look() -> None:
+            nonlocal ahead, named
+            text = list(request.all_token_ids)
+            reply = engine.source.peek(Peek(session="s", hashes=engine.hashes(text)))
+            named = len(reply.block_ids)
+            ahead += engine.listed(text) > named
+            engine.check_named()
+
+        while engine.busy:
+            if len(engine.flights) < engine.depth and engine.scheduler.has_requests():
+                engine.execute(engine.schedule())
+                look()
+            else:
+                engine.process()
+                look()
+        assert ahead, "the fault was within reach"
+        assert named == (50 + 20 - 1) // BLOCK
+        engine.assert_no_leak()
+
+
+def test_rule_2_a_pull_is_used_once_and_never_parks(held: World) -> None:
+    """A failed load is looked at again by the scheduler: it may pull once more, then computes."""
+    prefill, decode = pair(held)
+    request = reading(prefill, decode)
+    held.transfers[0].fail()
+    prefill.step()
+    held.now_s += 3  # the peer has rested before the scheduler looks again
+    prefill.run(lambda: len(held.transfers) == 2)
+    held.transfers[1].fail()
+    prefill.step()
+    held.now_s += 3
+    prefill.run(request.is_finished)
+    assert len(held.transfers) == 2
+    assert prefill.record("r").reason is Reason.TIMEOUT
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_rule_3_an_engine_that_loads_runs_as_both_or_refuses(role: str) -> None:
+    """As anything else vLLM would not fence reads against a step that is still writing."""
+    with world() as made, pytest.raises(ConfigError, match="kv_both") as caught:
+        Engine(made, transfer={"kv_role": role})
+    assert caught.value.setting == "kv_role"
+
+
+def test_rule_3_reads_never_land_in_blocks_that_a_step_still_writes(held: World) -> None:
+    """An aborted request's blocks are the first to be reused; its step may still be writing."""
+    kwargs: dict[str, Any] = {"async_scheduling": True, "num_blocks": 40, "batched_tokens": 128}
+    prefill, decode = pair(held, **kwargs)
+    decode.call("warm", tokens(34), session="s")
+    victim = prefill.add("victim", tokens(120, start=3))
+    flight = prefill.schedule()
+    written = set(flight.writes[0][1])
+    prefill.abort("victim")
+    assert victim.is_finished()
+    request = prefill.add("r", tokens(34), session="s", source="decode-0")
+    while not held.transfers and len(prefill.flights) < 2:
+        prefill.schedule()
+        for question in list(prefill.peers.questions if prefill.peers else ()):
+            prefill.peers.deliver(question)  # type: ignore[union-attr]
+    for scheduled in list(prefill.flights)[1:]:
+        reads = scheduled.scheduled.kv_connector_metadata.reqs_to_recv
+        for meta in reads.values():
+            assert not written & set(meta.local_block_ids[0])
+    held.hold = False
+    prefill.run(request.is_finished)
+    assert prefill.record("r").returned == 32
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_4_an_abandoned_read_keeps_its_blocks(held: World) -> None:
+    """Past its deadline a read is given up, and its blocks go to nobody until it is gone."""
+    prefill, decode = pair(held)
+    request = reading(prefill, decode)
+    transfer = held.transfers[-1]
+    destination = {piece[1] for piece in transfer.pieces}
+    held.now_s += 60
+    prefill.run(request.is_finished)
+    assert prefill.record("r").reason is Reason.TIMEOUT
+    for number in range(6):
+        prefill.add(f"other-{number}", tokens(100, start=50 + number))
+        while prefill.busy:
+            for _, table, *_ in prefill.schedule().writes:
+                assert not destination & set(table)
+            prefill.process()
+    assert not prefill.scheduler.reset_prefix_cache()
+    transfer.advance()
+    prefill.call("later", tokens(10, start=99))
+    assert prefill.scheduler.reset_prefix_cache()
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_4_withheld_blocks_are_capped(held: World) -> None:
+    """When dead reads withhold too much of the pool, nothing more is pulled."""
+    prefill, decode = pair(held, num_blocks=100)
+    reading(prefill, decode, blocks=6)
+    held.now_s += 60
+    prefill.run()
+    held.now_s += 3
+    prompt = tokens(40, start=77)
+    decode.call("warm", prompt, session="s2")
+    prefill.call("r2", prompt, session="s2", source="decode-0")
+    assert prefill.record("r2").reason is Reason.OVER_BUDGET
+    held.transfers[0].advance()
+    prefill.call("r3", tokens(10, start=78))
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_5_an_id_is_held_until_it_is_verified(held: World) -> None:
+    """All ranks have read, and still the scheduler may not compute; the hook runs every step."""
+    prefill, decode = pair(held)
+    request = reading(prefill, decode)
+    held.transfers[-1].advance()
+    for _ in range(5):
+        prefill.step()
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert prefill.pulls.holding
+    prefill.run(request.is_finished)
+    assert prefill.record("r").returned == 8 * BLOCK
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_5_an_offer_is_not_a_load(held: World) -> None:
+    """Without room nothing is allocated for an offer; it is made again, and nothing leaks."""
+    prefill, decode = pair(held, num_blocks=24, max_model_len=80)
+    decode.call("warm", tokens(34), session="s")
+    big = prefill.add("big", tokens(70, start=5), max_tokens=8)
+    prefill.run(lambda: big.num_computed_tokens >= 70)
+    request = prefill.add("r", tokens(34), session="s", source="decode-0")
+    for _ in range(3):
+        prefill.run(lambda: not prefill.peers.questions)  # type: ignore[union-attr]
+        prefill.step()
+    assert request.status is RequestStatus.WAITING
+    held.hold = False
+    prefill.run(request.is_finished)
+    assert prefill.record("r").returned == 32
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_5_any_policy_but_recompute_is_refused() -> None:
+    """The default of vLLM would turn a lost cache entry into an error for the client."""
+    with world() as made, pytest.raises(ConfigError, match="recompute"):
+        Engine(made, transfer={"kv_load_failure_policy": "fail"})
+
+
+@pytest.mark.parametrize("still_writing", [False, True])
+def test_rule_5_a_transport_error_is_treated_like_a_deadline(
+    still_writing: bool, held: World
+) -> None:
+    """An error does not prove that nobody writes any more: only a released handle does."""
+    prefill, decode = pair(held)
+    request = reading(prefill, decode)
+    transfer = held.transfers[-1]
+    transfer.fail(still_writing=still_writing)
+    for _ in range(5):
+        prefill.step()
+    waiting = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert waiting == still_writing
+    held.now_s += 60
+    prefill.run(request.is_finished)
+    assert prefill.record("r").returned == 0
+    transfer.stop_writing()
+    prefill.call("later", tokens(10, start=99))
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_6_another_generation_is_refused_until_a_new_hello(held: World) -> None:
+    """After a reset at the source nothing is taken before its digests were compared anew."""
+    held.hold = False
+    prefill, decode = pair(held)
+    assert prefill.peers is not None
+    known = prefill.peers.get("decode-0")
+    decode.scheduler.reset_prefix_cache()
+    decode.call("warm", tokens(34), session="s")
+    prefill.call("r1", tokens(34), session="s", source="decode-0")
+    assert prefill.record("r1").reason is Reason.SOURCE_GONE
+    fresh = prefill.peers.get("decode-0")
+    assert known is not None
+    assert fresh is not None
+    assert known.hello is not None
+    assert fresh.hello is not None
+    assert fresh.hello.generation == known.hello.generation + 1
+    prefill.scheduler.reset_prefix_cache()
+    prefill.call("r2", tokens(34), session="s", source="decode-0")
+    assert prefill.record("r2").returned == 32
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_6_an_incompatible_peer_is_never_asked(held: World) -> None:
+    """Any difference of the fingerprints, and the call computes with that reason."""
+    prefill, decode = pair(held)
+    assert prefill.peers is not None
+    known = prefill.peers.get("decode-0")
+    assert known is not None
+    prefill.peers._known["decode-0"] = type(known)(
+        name=known.name, control_address="", state=PeerState.INCOMPATIBLE, hello=known.hello
+    )
+    decode.call("warm", tokens(34), session="s")
+    prefill.call("r", tokens(34), session="s", source="decode-0")
+    assert prefill.record("r").reason is Reason.INCOMPATIBLE
+    assert prefill.peers.questions == []
+
+
+def test_rule_6_handshakes_are_done_before_the_first_call(held: World) -> None:
+    """The workers shake hands with every compatible peer once, without a call waiting for it."""
+    held.hold = False
+    prefill, decode = pair(held)
+    prefill.call("any", tokens(10))
+    prefill.call("other", tokens(12, start=3))
+    assert [worker.greeted for worker in prefill.workers] == [["decode-0"]]
+    assert decode.name == "decode-0"
+
+
+CLIENT_PARAMS: list[Any] = [
+    "x",
+    7,
+    ["a"],
+    {"do_remote_decode": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "evil"},
+    {
+        "do_remote_prefill": True,
+        "remote_block_ids": [[1]],
+        "remote_engine_id": "evil",
+        "remote_request_id": "r",
+        "remote_host": "10.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+    },
+]
+
+
+@pytest.mark.parametrize("connector", ["WiredConnector", "ClockedRetention"])
+@pytest.mark.parametrize("params", CLIENT_PARAMS, ids=lambda p: type(p).__name__)
+def test_rule_7_what_a_client_sends_steers_nothing(connector: str, params: Any) -> None:
+    """Neither the engine nor the transfer notices parameters that come from outside."""
+    with world() as made:
+        peers = [] if connector == "WiredConnector" else None
+        engine = Engine(made, connector=connector, peers=peers)
+        engine.call("r", tokens(30), extra_args={"kv_transfer_params": params})
+        assert made.transfers == []
+        engine.assert_no_leak()
+
+
+@pytest.mark.parametrize(
+    ("connector", "deferred"), [("WiredConnector", True), ("ClockedRetention", False)]
+)
+def test_rule_7_a_loaded_connector_changes_nothing_else(connector: str, deferred: bool) -> None:
+    """No delivery is demanded, frees are deferred only where loads can happen, answers are bare."""
+    with world() as made:
+        peers = [] if connector == "WiredConnector" else None
+        engine = Engine(made, connector=connector, peers=peers, async_scheduling=True)
+        assert engine.scheduler.requires_kv_delivery is False
+        assert engine.scheduler.defer_block_free is deferred
+        engine.add("r", tokens(30), session="s")
+        outputs = []
+        update = engine.scheduler.update_from_output
+        engine.scheduler.update_from_output = lambda *args: outputs.append(update(*args))
+        engine.run()
+        answers = [o for each in outputs for client in each.values() for o in client.outputs]
+        assert answers
+        assert all(answer.kv_transfer_params is None for answer in answers)
+
+
+def test_a_source_that_does_not_answer_costs_one_deadline(held: World) -> None:
+    """The verify is lost: the call computes, and nothing stays behind."""
+    prefill, decode = pair(held)
+    request = reading(prefill, decode)
+    held.transfers[-1].advance()
+    assert prefill.peers is not None
+    prefill.run(lambda: bool(prefill.peers and prefill.peers.questions), answer=False)
+    prefill.peers.lose(prefill.peers.questions[0], EngineFault("decode-0", "no answer"))
+    prefill.run(request.is_finished, answer=False)
+    record = prefill.record("r")
+    assert (record.returned, record.reason) == (0, Reason.SOURCE_GONE)
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
