@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from turncache.calls import FINGERPRINT_BYTES, MODEL, TOOL, Reading, Tools
 
@@ -77,8 +77,7 @@ class Finding:
         return f"{where}{_ADVICE[self.kind]}."
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """What is kept of a call to compare the next one with."""
 
     system: bytes
@@ -108,6 +107,15 @@ def match(shape: Shape, reading: Reading) -> Match:
     if new.startswith(old) or _last_in_place(old, new) or _found_earlier(old, new):
         return Match.SAME_LINE
     return Match.FORK if num_common(old, new) else Match.OTHER
+
+
+def is_continued(shape: Shape, reading: Reading) -> bool:
+    """Whether ``reading`` only adds to the call that ``shape`` is kept of."""
+    return (
+        reading.history.startswith(shape.history)
+        and reading.system == shape.system
+        and reading.tools.digest == shape.tools.digest
+    )
 
 
 def findings(shape: Shape, reading: Reading) -> Iterator[Finding]:

@@ -7,8 +7,7 @@ or odd reads as unknown.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from turncache.protocol import Boundary
 
@@ -28,8 +27,7 @@ _CALLERS_ITEMS: Final = frozenset(
 _CUT_SHORT: Final = frozenset({"length", "content_filter"})
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     """One tool call of an answer; ``arguments`` as the model wrote them, or None."""
 
     id: str
@@ -37,8 +35,7 @@ class ToolCall:
     arguments: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(NamedTuple):
     """How a call ended.
 
     Attributes:

@@ -17,7 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from turncache.protocol import Cause
 
@@ -41,8 +41,7 @@ FINGERPRINT_BYTES: Final = 8
 _HEAD: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
+class Tools(NamedTuple):
     """The tools of a request: names in order, and a fingerprint of the definitions."""
 
     names: tuple[str, ...] = ()
@@ -93,9 +92,10 @@ class Reading:
         A call is made before each run of outputs of the model, and at the end.
         """
         kinds = self.kinds[self.start :]
-        yield len(kinds)
-        for at in range(len(kinds) - 1, 0, -1):
-            if kinds[at] == MODEL and kinds[at - 1] != MODEL:
+        at = len(kinds)
+        yield at
+        while (at := kinds.rfind(MODEL, 0, at)) > 0:
+            if kinds[at - 1] != MODEL:
                 yield at
 
 

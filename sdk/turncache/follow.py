@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from turncache.calls import FINGERPRINT_BYTES, MODEL, Reading
 from turncache.protocol import Cause
@@ -47,8 +47,7 @@ class _Line(Generic[T]):
     points: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement(Generic[T]):
+class Placement(NamedTuple, Generic[T]):
     """Where a request belongs.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from turncache.advice import Finding, Match, Shape, match, shape_of
+from turncache.advice import Finding, Match, Shape, is_continued, match, shape_of
 from turncache.answers import ToolCall
 from turncache.calls import Reading
 from turncache.records import Call
@@ -61,10 +61,16 @@ class Ledger:
     def shape_before(self, reading: Reading) -> Shape | None:
         """Return the shape of the call that ``reading`` follows, and keep the reading's.
 
+        None when it follows no known call, or only adds to the latest.
+
         A session may hold several lineages (a main chat, sub-agents, title generation):
         the latest that the content matches is meant.
         """
         lineages = self._lineages
+        if lineages and is_continued(lineages[-1], reading):
+            # What nearly every call does: nothing broke, and there is nothing to compare.
+            lineages[-1] = shape_of(reading)
+            return None
         before: Shape | None = None
         for at in range(len(lineages) - 1, -1, -1):
             if match(lineages[at], reading) is Match.SAME_LINE:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from turncache import scope as scopes
 from turncache import wire
@@ -42,8 +41,7 @@ _RESPONSES: Final = "/responses"
 _SESSION, _FINAL, _CALL = (name.lower() for name in (SESSION_HEADER, FINAL_HEADER, CALL_HEADER))
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """Whose call it is: a session's, a followed conversation's, or nobody's."""
 
     session: Session | None = None
@@ -53,8 +51,7 @@ class Choice:
 _NOBODY: Final = Choice()
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A call as it was entered into its session's ledger."""
 
     call: Call

@@ -65,7 +65,7 @@ def environment(version: str) -> Path:
         return python
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-    quiet = ["-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    quiet = ["-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     subprocess.run([python, *quiet, "--upgrade", *wanted], check=True)
     stamp.write_text(json.dumps(wanted))
     return python

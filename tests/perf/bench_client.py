@@ -10,6 +10,8 @@ every time, and everything else that a busy machine does only adds to it.
 * *call, 300 messages*: a stock call of that size takes a thousand times longer than what
   is added, so that its own noise would hide it. It is the figure of 10 messages plus what
   preparing a call costs more at 300, timed inside the same real calls.
+* *bytecodes*: instructions of Python that one call runs more. Exact on any machine, however
+  busy, and blind to time in C: the figure to compare two versions by.
 * *chunk*: iterating a watched stream over ready-made chunks minus iterating them without.
 * *memory*: what 10,000 automatic sessions of two calls each leave allocated.
 
@@ -206,6 +208,39 @@ def call_figures(kind: str, rounds: int) -> Iterator[tuple[str, float, float, fl
     loop.close()
 
 
+def bytecode_figures() -> Iterator[tuple[str, float, float, float]]:
+    """Yield how many bytecodes a call runs more, and how many a stock call runs."""
+    clients = client_of(openai.OpenAI), client_of(turncache.OpenAI)
+    for messages, limit in ((10, 6_000.0), (300, 8_000.0)):
+        whole = history(messages)
+        counts = []
+        for client in clients:
+            for _ in range(3):
+                client.chat.completions.create(model="m", messages=whole[:-2])
+            counts.append(num_bytecodes(client, whole))
+        added = float(counts[1] - counts[0])
+        yield f"added per sync call, {messages} messages", added, float(counts[0]), limit
+
+
+def num_bytecodes(client: Any, messages: list[Any]) -> int:
+    """Return how many bytecodes one call runs."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        client.chat.completions.create(model="m", messages=messages)
+    finally:
+        sys.settrace(before)
+    return count
+
+
 def chunk_figure(rounds: int) -> tuple[str, float, float, float]:
     """Return what one streamed chunk costs more, and what upstream takes to make one."""
     chunk = openai.types.chat.ChatCompletionChunk.model_validate(
@@ -304,6 +339,7 @@ def main() -> int:
     rows: list[tuple[str, float, float | None, float, str]] = []
     for kind in ("sync", "async"):
         rows += [(*row, "us") for row in call_figures(kind, rounds)]
+    rows += [(*row, "bytecodes") for row in bytecode_figures()]
     rows.append((*chunk_figure(rounds), "us"))
     rows.append((*memory_figure(), "MB"))
     host, commit = where(), revision()
@@ -331,13 +367,13 @@ def main() -> int:
 def show(figures: list[Figure]) -> None:
     """Print the figures as a table."""
     print(f"{figures[0].host}, commit {figures[0].commit}, openai {openai.__version__}")
-    print(f"{'figure':<38}{'added':>10}{'stock':>14}{'ratio':>9}{'limit':>9}  ok")
+    print(f"{'figure':<38}{'added':>9} {'unit':<10}{'stock':>12}{'ratio':>8}{'limit':>8}  ok")
     for figure in figures:
         stock = "-" if figure.baseline is None else f"{figure.baseline:,.1f}"
         ratio = "-" if figure.ratio is None else f"{figure.ratio:.1%}"
         print(
-            f"{figure.figure:<38}{figure.value:>7,.1f} {figure.unit}{stock:>14}{ratio:>9}"
-            f"{figure.limit:>9,.0f}  {'yes' if figure.ok else 'NO'}"
+            f"{figure.figure:<38}{figure.value:>9,.1f} {figure.unit:<10}{stock:>12}{ratio:>8}"
+            f"{figure.limit:>8,.0f}  {'yes' if figure.ok else 'NO'}"
         )
 
 

@@ -22,7 +22,8 @@ from turncache_server.retention.ledger import Ledger
 from turncache_server.retention.lineages import ChainBlock, Limits, LineageTable
 from turncache_server.retention.policy import Deadline
 
-pytestmark = pytest.mark.scheduler
+# The first test imports vLLM, which takes a minute on a busy machine.
+pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
 NUM_BLOCKS = 16
 BLOCK_TOKENS = 16

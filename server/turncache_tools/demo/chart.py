@@ -36,7 +36,7 @@ class Frame:
     width: float
     height: float
     left: float = 44.0
-    right: float = 168.0
+    right: float = 150.0
     top: float = 12.0
     bottom: float = 40.0
 

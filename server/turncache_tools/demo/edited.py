@@ -18,7 +18,10 @@ from turncache_tools.demo.history import Message
 _SYSTEM: Final = "You answer in one short sentence."
 _NAME_QUESTION: Final = "What is the name of the customer?"
 CITY_QUESTION: Final = "In which city does the customer live?"
-_NUM_NOTES: Final = 40
+_MOST_NOTES: Final = 40
+#: Tokens of one note, and of everything else in the conversation, rounded up.
+_NOTE_TOKENS: Final = 24
+_OTHER_TOKENS: Final = 140
 _MAX_TOKENS: Final = 24
 
 
@@ -29,12 +32,12 @@ class Customer:
     name: str
     city: str
 
-    def document(self) -> str:
+    def document(self, num_notes: int) -> str:
         """Return the document."""
         notes = [
             f"Note {n}: the customer {self.name} lives in {self.city} and ordered item number "
             f"{n * 7}."
-            for n in range(_NUM_NOTES)
+            for n in range(num_notes)
         ]
         return "\n".join(("Here is a customer file.", *notes))
 
@@ -94,19 +97,24 @@ def from_the_deleted(answer: str) -> bool:
     return DELETED.name in answer or DELETED.city in answer
 
 
-def first_messages() -> list[Message]:
+def notes_that_fit(max_model_len: int) -> int:
+    """Return how many notes a document may have."""
+    return min(_MOST_NOTES, (max_model_len - _OTHER_TOKENS) // _NOTE_TOKENS)
+
+
+def first_messages(num_notes: int) -> list[Message]:
     """Return the conversation about the document that will be deleted."""
     return [
         {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": f"{DELETED.document()}\n{_NAME_QUESTION}"},
+        {"role": "user", "content": f"{DELETED.document(num_notes)}\n{_NAME_QUESTION}"},
     ]
 
 
-def edited_messages() -> list[Message]:
+def edited_messages(num_notes: int) -> list[Message]:
     """Return the same conversation with the other document in it, and a new question."""
     return [
         {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": f"{PRESENT.document()}\n{_NAME_QUESTION}"},
+        {"role": "user", "content": f"{PRESENT.document(num_notes)}\n{_NAME_QUESTION}"},
         {"role": "assistant", "content": f"{PRESENT.name}."},
         {"role": "user", "content": CITY_QUESTION},
     ]
@@ -123,7 +131,7 @@ class Ours:
     prompt: int
 
 
-def ask_ours(caller: Caller, salt: str) -> Ours:
+def ask_ours(caller: Caller, salt: str, num_notes: int) -> Ours:
     """Ask our pair: once in the session of the deleted document, once as a stranger."""
 
     def ask(messages: list[Message], name: str, *, final: bool) -> Any:
@@ -137,9 +145,9 @@ def ask_ours(caller: Caller, salt: str) -> Ours:
             )
         )
 
-    ask(first_messages(), "edited", final=False)
-    reply = ask(edited_messages(), "edited", final=True)
-    stranger = ask(edited_messages(), "stranger", final=True)
+    ask(first_messages(num_notes), "edited", final=False)
+    reply = ask(edited_messages(num_notes), "edited", final=True)
+    stranger = ask(edited_messages(num_notes), "stranger", final=True)
     return Ours(
         answer=reply.answer.text.strip(),
         reference=stranger.answer.text.strip(),
@@ -160,8 +168,10 @@ class Returning(Protocol):
         ...
 
 
-def ask_stock(caller: Returning, salt: str) -> str:
+def ask_stock(caller: Returning, salt: str, num_notes: int) -> str:
     """Ask a stock pair with returns, whose salt stays the same as a conversation's does."""
-    _, returned = caller.whole(first_messages(), salt, max_tokens=_MAX_TOKENS)
-    done, _ = caller.whole(edited_messages(), salt, max_tokens=_MAX_TOKENS, returned=returned)
+    _, returned = caller.whole(first_messages(num_notes), salt, max_tokens=_MAX_TOKENS)
+    done, _ = caller.whole(
+        edited_messages(num_notes), salt, max_tokens=_MAX_TOKENS, returned=returned
+    )
     return str(done.choices[0].message.content or "").strip()

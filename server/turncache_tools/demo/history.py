@@ -36,7 +36,7 @@ class Material:
 
     def brings(self, call: int) -> str:
         """Say in one line what call ``call`` (from 1) brings to the model."""
-        return "the task and two files" if call == 1 else self.steps[call - 2].shown
+        return "the task and the first files" if call == 1 else self.steps[call - 2].shown
 
 
 def messages_of(material: Material, answers: Sequence[str]) -> list[Message]:

@@ -9,7 +9,14 @@ from typing import Final
 from turncache_tools.demo.chart import Frame, Line, line_chart
 from turncache_tools.demo.compare import Verdict
 from turncache_tools.demo.edited import DELETED, PRESENT
-from turncache_tools.demo.report import Report, curves, hardware_line, load_line, scale_line
+from turncache_tools.demo.report import (
+    Report,
+    curves,
+    hardware_line,
+    load_line,
+    missed_line,
+    scale_line,
+)
 from turncache_tools.demo.rows import Scene
 
 _STYLES: Final = (("#8a6d3b", "circle"), ("#2563c9", "square"), ("#0b7f63", "diamond"))
@@ -18,7 +25,7 @@ _TITLES: Final = {
     Scene.SINGLE: "One vLLM",
     Scene.PAIR: "Prefill and decode apart",
 }
-_FRAME: Final = Frame(width=596, height=272)
+_FRAME: Final = Frame(width=596, height=304)
 
 _PAGE: Final = Template("""<!doctype html>
 <html lang="en">
@@ -37,7 +44,7 @@ h2 { font-size: 15px; font-weight: 650; }
 .sub { color: #5a6573; font-size: 14.5px; margin-top: 3px; }
 .row { display: flex; gap: 16px; }
 .row > * { flex: 1 1 0; min-width: 0; }
-.load { color: #5a6573; font-size: 12.5px; font-weight: 400; }
+.load, .missed { color: #5a6573; font-size: 12.5px; font-weight: 400; }
 svg { display: block; margin-top: 6px; overflow: visible; }
 svg text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
 svg .grid { stroke: #e7eaee; }
@@ -93,12 +100,12 @@ def page(report: Report) -> str:
     failed = [figure.figure for figure in report.figures if not figure.ok]
     return _PAGE.substitute(
         title=escape(
-            f"First token of call {num_calls}: {_seconds(pair.baseline)} without, "
-            f"{_seconds(pair.value)} with turncache"
+            f"At call {num_calls} the first token comes after {_seconds(pair.value)} "
+            f"instead of {_seconds(pair.baseline)}"
         ),
         subtitle=escape(
-            f"An agent's {num_calls} calls; while its tools run, other sessions flood the caches. "
-            f"Time to first token in seconds{runs}."
+            f"An agent's {num_calls} calls. While each of its tools runs, other sessions flood the "
+            f"caches. Time to first token in seconds{runs}."
         ),
         failed=f'<p class="failed">Failed: {escape(", ".join(failed))}</p>' if failed else "",
         charts="\n".join(_chart(report, scene) for scene in Scene),
@@ -125,12 +132,15 @@ def _chart(report: Report, scene: Scene) -> str:
         lines, _FRAME, unit="s", title=f"{_TITLES[scene]}: time to first token by call"
     )
     load = escape(load_line(report, scene))
-    return f'<section><h2>{_TITLES[scene]} <span class="load">· {load}</span></h2>\n{svg}</section>'
+    return (
+        f'<section><h2>{_TITLES[scene]} <span class="load">· {load}</span></h2>\n{svg}\n'
+        f'<p class="missed">{escape(missed_line(report, scene))}</p></section>'
+    )
 
 
 def _short(name: str) -> str:
     """Shorten an arm's name to what fits beside a line."""
-    return {"off (stock NixlConnector)": "stock", "retention and return": "with return"}.get(
+    return {"off (stock NixlConnector)": "off (stock)", "retention and return": "and return"}.get(
         name, name
     )
 
@@ -142,16 +152,17 @@ def _numbers(report: Report) -> list[tuple[str, str]]:
     ties = int(report.figure("answers_at_a_tie").value)
     different = int(report.figure("answers_different").value)
     compared = sum(row.verdict is not Verdict.REFERENCE for row in report.rows)
+    num_calls = max(row.call for row in report.rows)
     return [
-        (f"{pair.ratio or 0:.1f}{_TIMES}", "sooner on the pair, at the last call"),
-        (f"{single.ratio or 0:.1f}{_TIMES}", "sooner on one engine, at the last call"),
+        (f"{pair.ratio or 0:.1f}{_TIMES}", "sooner on the pair at the last call"),
+        (f"{single.ratio or 0:.1f}{_TIMES}", "sooner on one engine at the last call"),
         (
             f"{computed.baseline or 0:,.0f} → {computed.value:,.0f}",
-            "prompt tokens computed after the first call, pair",
+            "prompt tokens computed in calls 2 to " + f"{num_calls}, pair",
         ),
         (
             f"{compared - different} of {compared}",
-            f"answers equal to the recomputed ones ({ties} at a tie)",
+            f"answers equal the recomputed ones ({ties} at a tie)",
         ),
     ]
 

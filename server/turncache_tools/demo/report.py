@@ -85,7 +85,7 @@ def load_line(report: Report, scene: Scene) -> str:
     """Say what passes through the caches in one wait."""
     sizes = report.sizes[scene]
     tokens = max(row.others_tokens for row in report.rows if row.scene is scene)
-    return f"in every wait others bring {tokens:,} tokens; a pool holds {sizes.pool_tokens:,}"
+    return f"others bring {tokens:,} tokens per wait, a pool holds {sizes.pool_tokens:,}"
 
 
 def scale_line(report: Report) -> str | None:
@@ -118,6 +118,13 @@ def earned_lines(report: Report) -> list[str]:
         f"holds {held[Arm.RETURN]:.0%}."
     )
     return [one_engine, apart]
+
+
+def missed_line(report: Report, scene: Scene) -> str:
+    """Say in one line what each arm of a scene computed a second time."""
+    missed = earned(report.rows, scene).missed
+    parts = [f"{ARM_NAMES[scene, arm]} {_tokens(tokens)}" for arm, tokens in missed.items()]
+    return f"Prompt tokens computed a second time: {', '.join(parts)}."
 
 
 def _tokens(number: float) -> str:

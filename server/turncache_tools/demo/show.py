@@ -150,13 +150,13 @@ class Show:
                     self._arm(rig, Scene.PAIR, arm, run=run, reference=reference)
             rig.set_return(enabled=True)
             self._stage.notes(f"The document about {edited.DELETED.name} is exchanged.")
-            return edited.ask_ours(rig.caller, f"{self._salt}-document")
+            return edited.ask_ours(rig.caller, f"{self._salt}-document", self._num_notes)
 
     def _last_act(self, ours: edited.Ours) -> None:
         with self._act("exchanged document"), self._rig(Engines.STOCK_RETURN) as rig:
             assert isinstance(rig.caller, edited.Returning)
             before = rig.prompt_tokens()
-            stock = edited.ask_stock(rig.caller, f"{self._salt}-document")
+            stock = edited.ask_stock(rig.caller, f"{self._salt}-document", self._num_notes)
             taken = (rig.prompt_tokens() - before).external
         self.shown.last_act = LastAct(
             question=edited.CITY_QUESTION,
@@ -168,6 +168,10 @@ class Show:
             stock_taken=taken,
             prompt=ours.prompt,
         )
+
+    @property
+    def _num_notes(self) -> int:
+        return edited.notes_that_fit(self._sizes.max_model_len)
 
     # --- parts of acts ----------------------------------------------------------------------
 

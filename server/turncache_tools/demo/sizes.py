@@ -18,8 +18,11 @@ FLOOD_IN_FLIGHT: Final = 2
 #: Tokens that the chat template adds for one answer and one tool result, rounded up.
 _TEMPLATE_TOKENS: Final = 16
 _SLACK_TOKENS: Final = 64
-#: Shares of the session that the least recently used policy loses at the end: always most.
-_SHARES: Final = (1.0, 0.8, 0.6)
+#: Shares of the session that the least recently used policy loses at the end. A short session
+#: must lose more of it, because what every call costs anyway hides the difference.
+_SHARES: Final = (1.0, 0.8, 0.6, 0.45)
+_SHORT_TOKENS: Final = 3000
+_LEAST_SHARE_SHORT: Final = 0.6
 _SCALES: Final = (1.0, 0.85, 0.7, 0.6, 0.5)
 #: Costs that no size changes: the arms' warm-up calls and the last act's prefills.
 _LAST_ACT_TOKENS: Final = 4200
@@ -84,11 +87,13 @@ class Sizes:
             self,
             first_tokens=round(self.first_tokens * scale),
             result_tokens=round(self.result_tokens * scale),
+            # A sentence needs a few words, however slow they come.
+            answer_tokens=max(min(self.answer_tokens, 12), round(self.answer_tokens * scale)),
             scale=scale,
         )
 
 
-FULL: Final = Sizes(num_calls=12, first_tokens=1450, result_tokens=150, answer_tokens=24)
+FULL: Final = Sizes(num_calls=12, first_tokens=1450, result_tokens=150, answer_tokens=20)
 QUICK: Final = Sizes(num_calls=5, first_tokens=700, result_tokens=90, answer_tokens=16)
 
 
@@ -124,9 +129,10 @@ class Speed:
 _GFLOP_PER_TOKEN: Final = 0.212
 _GFLOP_PER_PAIR: Final = 4 * 576 * 30 / 1e9
 #: Measured with vLLM 0.32: share of a plain matrix product's speed that its prefill reaches
-#: in the products and in attention, and weights read per second while it generates.
+#: in the products and in attention, and share of a plain read's speed while it generates.
 _PRODUCT_SHARE: Final = 0.85
 _ATTENTION_SHARE: Final = 0.3
+_READ_SHARE: Final = 0.35
 _WEIGHTS_GB: Final = 0.54
 
 
@@ -135,7 +141,7 @@ def guess_speed(*, gflop_per_s: float, gb_per_s: float) -> Speed:
     return Speed(
         token_s=_GFLOP_PER_TOKEN / (gflop_per_s * _PRODUCT_SHARE),
         attention_s=_GFLOP_PER_PAIR / (gflop_per_s * _ATTENTION_SHARE),
-        decode_s=_WEIGHTS_GB / gb_per_s,
+        decode_s=_WEIGHTS_GB / (gb_per_s * _READ_SHARE),
     )
 
 
@@ -194,10 +200,17 @@ def demo_s(sizes: Sizes, speed: Speed, *, num_cores: int, num_runs: int, start_s
 
 def candidates(asked: Sizes) -> Iterator[Sizes]:
     """Yield what may run, the most wanted first."""
-    for share in _SHARES:
+    for share in _shares(asked):
         yield replace(asked, lost_share=share)
     for scale in _SCALES[1:]:
-        yield replace(asked.scaled(scale), lost_share=_SHARES[-1])
+        shorter = asked.scaled(scale)
+        yield replace(shorter, lost_share=_shares(shorter)[-1])
+
+
+def _shares(sizes: Sizes) -> tuple[float, ...]:
+    """Return the shares that these lengths allow, the heaviest traffic first."""
+    short = sizes.last_prompt_tokens < _SHORT_TOKENS
+    return tuple(share for share in _SHARES if not short or share >= _LEAST_SHARE_SHORT)
 
 
 def choose(
@@ -228,7 +241,7 @@ def lighter(sizes: Sizes, speed: Speed, *, num_off: int, num_on: int, limit_s: f
         num_on: arms that keep it.
         limit_s: seconds left for these arms.
     """
-    for share in _SHARES:
+    for share in _shares(sizes):
         if share > sizes.lost_share:
             continue
         sizes = replace(sizes, lost_share=share)

@@ -81,5 +81,5 @@ def test_histories_continue_each_other() -> None:
 def test_the_first_call_brings_the_task() -> None:
     """Later calls bring what the tool was asked."""
     material = Material(first="", steps=STEPS, results=("",) * len(STEPS))
-    assert material.brings(1) == "the task and two files"
+    assert material.brings(1) == "the task and the first files"
     assert material.brings(2) == "read_file heapq.py"
