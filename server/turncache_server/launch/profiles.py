@@ -147,7 +147,10 @@ def plan_engines(
     }
     on_gpu = runs_on_gpu(spec, environment)
     mode = effective_mode(spec, environment.vllm_version)
-    cores = split_cores(machine.cores, len(spec.members))
+    num_engines = len(spec.members)
+    cores = split_cores(machine.cores, num_engines)
+    if spec.share_cores:
+        cores = (tuple(machine.cores),) * num_engines
     launches: list[EngineLaunch] = []
     for number, (name, side) in enumerate(spec.members):
         at = ports.engines[number]

@@ -68,6 +68,8 @@ class StackSpec:
         max_model_len: longest sequence in tokens.
         dtype: as ``vllm serve --dtype``.
         kv_space_gib: KV space of one CPU engine, whole GiB (vLLM reads an integer).
+        share_cores: give every CPU engine all cores instead of a slice: quicker for engines
+            that take turns, as with one client; slower for engines that work side by side.
         engine_args: more flags of ``vllm serve``, for every engine; a repeated flag wins
             over ours.
         settings: settings of the extension, by name, over ours.
@@ -103,6 +105,7 @@ class StackSpec:
     max_model_len: int | None = None
     dtype: str | None = None
     kv_space_gib: int = 1
+    share_cores: bool = False
     engine_args: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=_empty)
     router_settings: Mapping[str, Any] = field(default_factory=_empty)

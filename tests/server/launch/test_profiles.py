@@ -107,6 +107,13 @@ def test_a_cpu_pair_shares_nothing_but_the_machine() -> None:
         assert launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(launch.nixl_port)
 
 
+def test_engines_that_take_turns_may_share_all_cores() -> None:
+    """With one client either prefill or decode works: a slice each would leave cores idle."""
+    for launch in plan(prefill=1, decode=1, share_cores=True):
+        assert launch.cores == (0, 1)
+        assert launch.environment["OMP_NUM_THREADS"] == "2"
+
+
 def test_a_pair_names_the_engines_of_the_other_side_as_peers() -> None:
     """Prefill may take KV from every decode engine and the reverse, and from nobody else."""
     launches = plan(prefill=2, decode=1, settings={"handover_s": 7})
