@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from turncache_tools.demo.answers import Answer
 from turncache_tools.demo.callers import Question, Reply
@@ -61,20 +61,24 @@ class ArmRun:
     flood: Flood
 
 
-_WARM_UP: Message = {"role": "user", "content": "Count from one to twenty. " * 30}
+_WARM_UP: Final = "Count from one to twenty. " * 24
 
 
 def warm_up(rig: Rig, salt: str, max_tokens: int) -> None:
-    """Make one throwaway call, in a session of its own."""
-    rig.caller.ask(
-        Question(
-            messages=[_WARM_UP],
-            salt=f"{salt}-warm-up",
-            session=f"{salt}-warm-up",
-            max_tokens=max_tokens,
-            final=True,
+    """Make two throwaway calls, in a session of their own: KV has gone both ways then."""
+    messages: list[Message] = []
+    for final in (False, True):
+        messages = [*messages, {"role": "user", "content": _WARM_UP}]
+        reply = rig.caller.ask(
+            Question(
+                messages=messages,
+                salt=f"{salt}-warm-up",
+                session=f"{salt}-warm-up",
+                max_tokens=max_tokens,
+                final=final,
+            )
         )
-    )
+        messages.append({"role": "assistant", "content": reply.answer.text})
 
 
 def run_arm(rig: Rig, run: ArmRun, reference: Reference, watcher: Watcher) -> list[CallRow]:

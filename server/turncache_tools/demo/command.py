@@ -184,7 +184,10 @@ def run(
             deadline_s=float("inf") if options.full else began_s + 60 * options.minutes,
         )
         shown = show.run()
-    report = _report(options, shown, traces.left(), seconds=clock() - began_s)
+    left = traces.left()
+    if left.processes:
+        traces.end()
+    report = _report(options, shown, left, seconds=clock() - began_s)
     _write(options, report)
     screen.result(report)
     return _end(options, report)
@@ -225,6 +228,8 @@ def _temporary_folder(*, keep_logs: bool) -> Iterator[Traces]:
     try:
         yield traces
     except BaseException:
+        # A stack that was still starting has no owner yet.
+        traces.end()
         _save_logs(folder)
         raise
     else:

@@ -10,6 +10,8 @@ machine never count.
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +21,8 @@ from typing import Final
 MARKER: Final = "TURNCACHE_DEMO_RUN"
 _TEMPORARY: Final = ("/tmp/", "/var/tmp/", "/dev/shm/")  # noqa: S108 - looked at, not used
 _LISTENING: Final = "0A"
+_KILL_WAIT_S: Final = 5.0
+_POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +51,13 @@ class Traces:
         marker: value of :data:`MARKER` in their environment.
         folder: temporary folder of the demo's own.
         proc: where the kernel shows processes.
+        term_wait_s: seconds between TERM and KILL; longer than the launcher's own patience.
     """
 
     marker: str
     folder: Path
     proc: Path = Path("/proc")
+    term_wait_s: float = 8.0
     _sockets: dict[str, int] = field(default_factory=dict)
     _files: set[str] = field(default_factory=set)
 
@@ -81,6 +87,21 @@ class Traces:
             ports=tuple(sorted({listening[s] for s in mine if s in listening})),
             files=tuple(files),
         )
+
+    def end(self) -> None:
+        """End every marked process: TERM, and KILL for what is still there after a while."""
+        for number, patience_s in (
+            (signal.SIGTERM, self.term_wait_s),
+            (signal.SIGKILL, _KILL_WAIT_S),
+        ):
+            for pid in list(self._marked()):
+                # It may have ended in between, with the process above it.
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            waited_s = 0.0
+            while waited_s < patience_s and any(self._marked()):
+                time.sleep(_POLL_S)
+                waited_s += _POLL_S
 
     def _marked(self) -> Iterator[int]:
         """Yield the processes that carry the marker, this one excluded."""

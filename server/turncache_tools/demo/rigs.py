@@ -69,7 +69,7 @@ class Rig(Protocol):
         """Count a text's tokens with the model's own tokenizer."""
 
     def stop(self) -> None:
-        """End everything."""
+        """End everything. May be called again."""
 
 
 class StackRig:
@@ -81,6 +81,7 @@ class StackRig:
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
+        self._stopped = False
         self._control = ControlClient()
         self._prefill = next(e for e in stack.engines if e.side != "decode")
         self.caller: Caller
@@ -138,9 +139,11 @@ class StackRig:
 
     def stop(self) -> None:
         """End the stack and close what asked it."""
-        self.caller.close()
-        self._control.close()
-        self.stack.stop()
+        if not self._stopped:
+            self._stopped = True
+            self.caller.close()
+            self._control.close()
+            self.stack.stop()
 
 
 class Starter(Protocol):
@@ -170,6 +173,10 @@ def stack_spec(engines: Engines, sizes: Sizes, *, python: str, log_dir: Path) ->
         # The pool holds one session and little more, so that session may have all of it.
         settings={"retain_budget": 1.0, "tenant_budget": 1.0} if ours else {},
         router_settings={"admin": True} if ours else {},
+        # The agent waits for every answer: prefill and decode never work at the same time.
+        share_cores=True,
+        # The arms warm up themselves, each in the way that it is measured.
+        warm_up=False,
         log_dir=log_dir,
         python=python,
     )

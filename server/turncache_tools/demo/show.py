@@ -7,26 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from turncache.errors import TurncacheError
 from turncache.protocol import Mode
 from turncache_tools.demo import edited
-from turncache_tools.demo.arms import ArmRun, Reference, Watcher, run_arm
+from turncache_tools.demo.arms import ArmRun, Reference, Watcher, run_arm, warm_up
+from turncache_tools.demo.background import InBackground
 from turncache_tools.demo.callers import Question
 from turncache_tools.demo.edited import LastAct
 from turncache_tools.demo.flood import Flood
-from turncache_tools.demo.history import Material, Message, tool_message
+from turncache_tools.demo.history import Message
 from turncache_tools.demo.rigs import Engines, Rig, Starter
 from turncache_tools.demo.rows import Arm, CallRow, Scene
-from turncache_tools.demo.script import (
-    FIRST_QUESTION,
-    STEPS,
-    SYSTEM,
-    TASK,
-    Step,
-    Tools,
-    cut,
-    first_text,
-    other_text,
-)
+from turncache_tools.demo.script import Tools
 from turncache_tools.demo.sizes import (
     FLOOD_IN_FLIGHT,
     FLOOD_TOKENS,
@@ -35,13 +27,14 @@ from turncache_tools.demo.sizes import (
     fitted_speed,
     lighter,
 )
+from turncache_tools.demo.texts import Texts, prepare
 
 #: Share of the time for both scenes that the single engine may take.
-_SINGLE_SHARE = 0.3
-_PROBE_TOKENS = (FLOOD_TOKENS, 4 * FLOOD_TOKENS)
+_SINGLE_SHARE = 0.35
+_PROBE_TOKENS = (256, 1024)
 _PROBE_ANSWER = 8
 #: Kept back at the end: the last act and the reports.
-_RESERVE_S = 25.0
+_RESERVE_S = 20.0
 
 
 class Stage(Watcher, Protocol):
@@ -107,79 +100,83 @@ class Show:
         self._deadline_s = deadline_s
         self._tools = tools or Tools()
         self._start_s = 0.0
-        self._texts: tuple[str, ...] = ()
-        self._material: Material | None = None
+        self._texts: Texts | None = None
+        self._references = {scene: Reference() for scene in Scene}
         self.shown = Shown()
 
     def run(self) -> Shown:
         """Run all acts."""
-        self._single()
-        ours = self._pair()
-        self._last_act(ours)
-        return self.shown
-
-    # --- the acts ---------------------------------------------------------------------------
-
-    def _single(self) -> None:
-        with self._act("one engine"), self._rig(Engines.SINGLE) as rig:
-            self._prepare(rig)
-            after_s = 3.3 * self._start_s + _RESERVE_S
-            left_s = (self._deadline_s - self._clock() - after_s) * _SINGLE_SHARE
-            self._fit(rig, Scene.SINGLE, num_on=1, limit_s=left_s)
-            reference = Reference()
-            for run in range(1, self._num_runs + 1):
-                # Alternated, so that no arm always runs on the warmer machine.
-                order = (Arm.OFF, Arm.RETENTION) if run % 2 else (Arm.RETENTION, Arm.OFF)
-                for arm in order:
-                    rig.set_mode(Mode.OFF if arm is Arm.OFF else Mode.ON)
-                    self._arm(rig, Scene.SINGLE, arm, run=run, reference=reference)
-
-    def _pair(self) -> edited.Ours:
-        reference = Reference()
-        with self._act("stock pair"), self._rig(Engines.STOCK_PAIR) as rig:
-            after_s = 2.2 * self._start_s + _RESERVE_S
-            left_s = self._deadline_s - self._clock() - after_s
-            self._fit(rig, Scene.PAIR, num_on=2, limit_s=left_s)
-            for run in range(1, self._num_runs + 1):
-                self._arm(rig, Scene.PAIR, Arm.OFF, run=run, reference=reference)
-        with self._act("pair"), self._rig(Engines.PAIR) as rig:
-            for run in range(1, self._num_runs + 1):
-                order = (Arm.RETENTION, Arm.RETURN) if run % 2 else (Arm.RETURN, Arm.RETENTION)
-                for arm in order:
-                    rig.set_return(enabled=arm is Arm.RETURN)
-                    self._arm(rig, Scene.PAIR, arm, run=run, reference=reference)
-            rig.set_return(enabled=True)
-            self._stage.notes(f"The document about {edited.DELETED.name} is exchanged.")
-            return edited.ask_ours(rig.caller, f"{self._salt}-document", self._num_notes)
-
-    def _last_act(self, ours: edited.Ours) -> None:
-        with self._act("exchanged document"), self._rig(Engines.STOCK_RETURN) as rig:
-            assert isinstance(rig.caller, edited.Returning)
-            before = rig.prompt_tokens()
-            stock = edited.ask_stock(rig.caller, f"{self._salt}-document", self._num_notes)
-            taken = (rig.prompt_tokens() - before).external
+        with self._rigs(Engines.SINGLE, Engines.STOCK_PAIR) as (single, stock):
+            with self._act("one engine"):
+                self._single(single)
+            single.stop()
+            with self._act("stock pair"):
+                self._stock_pair(stock)
+        with self._rigs(Engines.PAIR, Engines.STOCK_RETURN) as (pair, returning):
+            with self._act("exchanged document, stock"):
+                stock_answer, taken = self._ask_stock(returning)
+            returning.stop()
+            with self._act("pair"):
+                self._pair(pair)
+            with self._act("exchanged document"):
+                ours = edited.ask_ours(pair.caller, f"{self._salt}-document", self._num_notes)
         self.shown.last_act = LastAct(
             question=edited.CITY_QUESTION,
             ours=ours.answer,
             reference=ours.reference,
             verdict=ours.verdict,
-            stock=stock,
+            stock=stock_answer,
             reused=ours.reused,
             stock_taken=taken,
             prompt=ours.prompt,
         )
+        return self.shown
+
+    # --- the acts ---------------------------------------------------------------------------
+
+    def _single(self, rig: Rig) -> None:
+        self._texts = prepare(self._tools, self._sizes, rig.count_tokens)
+        left_s = (self._left_s() - self._start_s) * _SINGLE_SHARE
+        self._fit(rig, Scene.SINGLE, num_on=1, limit_s=left_s)
+        for run in range(1, self._num_runs + 1):
+            # Alternated, so that no arm always runs on the warmer machine.
+            for arm in _in_turn(run, Arm.OFF, Arm.RETENTION):
+                rig.set_mode(Mode.OFF if arm is Arm.OFF else Mode.ON)
+                self._arm(rig, Scene.SINGLE, arm, run)
+
+    def _stock_pair(self, rig: Rig) -> None:
+        self._fit(rig, Scene.PAIR, num_on=2, limit_s=self._left_s() - self._start_s)
+        for run in range(1, self._num_runs + 1):
+            self._arm(rig, Scene.PAIR, Arm.OFF, run)
+
+    def _pair(self, rig: Rig) -> None:
+        for run in range(1, self._num_runs + 1):
+            for arm in _in_turn(run, Arm.RETENTION, Arm.RETURN):
+                rig.set_return(enabled=arm is Arm.RETURN)
+                self._arm(rig, Scene.PAIR, arm, run)
+        rig.set_return(enabled=True)
+
+    def _ask_stock(self, rig: Rig) -> tuple[str, int]:
+        """Return the stock pair's answer, and how many tokens its prefill took from decode."""
+        assert isinstance(rig.caller, edited.Returning)
+        before = rig.prompt_tokens()
+        answer = edited.ask_stock(rig.caller, f"{self._salt}-document", self._num_notes)
+        return answer, (rig.prompt_tokens() - before).external
 
     @property
     def _num_notes(self) -> int:
         return edited.notes_that_fit(self._sizes.max_model_len)
 
+    def _left_s(self) -> float:
+        return self._deadline_s - self._clock() - _RESERVE_S
+
     # --- parts of acts ----------------------------------------------------------------------
 
-    def _arm(self, rig: Rig, scene: Scene, arm: Arm, *, run: int, reference: Reference) -> None:
-        assert self._material is not None
+    def _arm(self, rig: Rig, scene: Scene, arm: Arm, run: int) -> None:
+        assert self._texts is not None
         sizes = self.shown.sizes[scene]
         flood = Flood(
-            self._texts,
+            self._texts.others,
             num_requests=sizes.flood_requests,
             num_in_flight=FLOOD_IN_FLIGHT,
         )
@@ -189,10 +186,10 @@ class Show:
             run=run,
             salt=f"{self._salt}-{scene}-{arm}-{run}",
             sizes=sizes,
-            material=self._material,
+            material=self._texts.material,
             flood=flood,
         )
-        rows = run_arm(rig, arm_run, reference, self._stage)
+        rows = run_arm(rig, arm_run, self._references[scene], self._stage)
         self.shown.rows += rows
         self._stage.arm_ended(rows)
 
@@ -204,37 +201,39 @@ class Show:
         self.shown.act_seconds[title] = self._clock() - began_s
 
     @contextmanager
-    def _rig(self, engines: Engines) -> Iterator[Rig]:
-        began_s = self._clock()
-        rig = self._start(engines, self._sizes)
+    def _rigs(self, first: Engines, second: Engines) -> Iterator[tuple[Rig, Rig]]:
+        """Start two stacks side by side: most of a start is one process after another.
+
+        Nothing is measured meanwhile. An interrupt does not wait for the second one: the
+        launcher's reapers end it with this program.
+        """
+        title = f"starting engines: {first}, {second}"
+        with self._act(title):
+            other = InBackground(lambda: self._start(second, self._sizes))
+            try:
+                one = self._start(first, self._sizes)
+            except TurncacheError:
+                other.discard()
+                raise
+            try:
+                pair = (one, other.result())
+            except BaseException:
+                one.stop()
+                raise
+        self._start_s = self.shown.act_seconds[title]
         try:
-            self._start_s = max(self._start_s, self._clock() - began_s)
-            yield rig
+            yield pair
         finally:
-            rig.stop()
-
-    def _prepare(self, rig: Rig) -> None:
-        """Cut the texts to size with the model's own tokenizer, once for all arms."""
-        tools, sizes, count = self._tools, self._sizes, rig.count_tokens
-        steps = STEPS[: sizes.num_calls - 1]
-        fixed = count(f"{SYSTEM}\n{TASK}\n{FIRST_QUESTION}")
-        self._material = Material(
-            first=cut(first_text(tools), sizes.first_tokens - fixed, count),
-            steps=steps,
-            results=tuple(self._result(step, count) for step in steps),
-        )
-        self._texts = _slices(other_text(tools), count)
-
-    def _result(self, step: Step, count: Callable[[str], int]) -> str:
-        room = self._sizes.result_tokens - count(tool_message(step, ""))
-        return tool_message(step, cut(self._tools.run(step), room, count))
+            for rig in pair:
+                rig.stop()
 
     def _fit(self, rig: Rig, scene: Scene, *, num_on: int, limit_s: float) -> None:
         """Measure this rig and make the others' traffic lighter when the time is short."""
-        speed = self._measured(rig, f"{self._salt}-{scene}-probe")
+        salt = f"{self._salt}-{scene}-probe"
+        warm_up(rig, salt, _PROBE_ANSWER)
         sizes = lighter(
             self._sizes,
-            speed,
+            self._measured(rig, salt),
             num_off=self._num_runs,
             num_on=num_on * self._num_runs,
             limit_s=limit_s,
@@ -251,7 +250,8 @@ class Show:
         times: list[tuple[int, float]] = []
         between_s = 0.0
         for number, num_tokens in enumerate(_PROBE_TOKENS):
-            text = "".join(self._texts)[: num_tokens * 3]
+            assert self._texts is not None
+            text = "".join(self._texts.others)[: num_tokens * 4]
             messages: list[Message] = [{"role": "user", "content": text}]
             answer = rig.caller.ask(
                 Question(
@@ -266,8 +266,5 @@ class Show:
         return fitted_speed(times[0], times[1], decode_s=between_s)
 
 
-def _slices(text: str, count: Callable[[str], int]) -> tuple[str, ...]:
-    """Cut a long text into prompts of about :data:`FLOOD_TOKENS` tokens with the template."""
-    sample = text[:20_000]
-    num_chars = int((FLOOD_TOKENS - 40) * len(sample) / count(sample))
-    return tuple(text[at : at + num_chars] for at in range(0, len(text) - num_chars, num_chars))
+def _in_turn(run: int, first: Arm, second: Arm) -> tuple[Arm, Arm]:
+    return (first, second) if run % 2 else (second, first)

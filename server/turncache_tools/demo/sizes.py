@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 BLOCK_SIZE: Final = 32
-#: Requests of the other sessions: short, so that their attention costs little.
-FLOOD_TOKENS: Final = 256
-FLOOD_IN_FLIGHT: Final = 2
+#: Requests of the other sessions, one at a time: short, so that their attention costs little,
+#: and two at once would set both engines of a pair against each other on a few cores.
+FLOOD_TOKENS: Final = 512
+FLOOD_IN_FLIGHT: Final = 1
+#: Beyond this many cores so small a model gains nothing.
+_MOST_CORES: Final = 4
 #: Tokens that the chat template adds for one answer and one tool result, rounded up.
 _TEMPLATE_TOKENS: Final = 16
 _SLACK_TOKENS: Final = 64
@@ -26,6 +29,8 @@ _LEAST_SHARE_SHORT: Final = 0.6
 _SCALES: Final = (1.0, 0.85, 0.7, 0.6, 0.5)
 #: Costs that no size changes: the arms' warm-up calls and the last act's prefills.
 _LAST_ACT_TOKENS: Final = 4200
+#: What the second leg adds to a request of the others' on a pair.
+_HAND_OVER_S: Final = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +121,8 @@ class Speed:
         return self.token_s * (end - start) + self.attention_s * (end**2 - start**2) / 2
 
     def on_cores(self, num_cores: int) -> Speed:
-        """Return the speed of an engine with more cores; the second core adds four fifths."""
-        gain = 1 + 0.8 * (num_cores - 1)
+        """Return the speed of an engine with more cores; each adds three quarters of one."""
+        gain = 1 + 0.75 * (min(num_cores, _MOST_CORES) - 1)
         return Speed(
             token_s=self.token_s / gain,
             attention_s=self.attention_s / gain,
@@ -186,16 +191,15 @@ def demo_s(sizes: Sizes, speed: Speed, *, num_cores: int, num_runs: int, start_s
     Args:
         sizes: what is to run.
         speed: of one core.
-        num_cores: cores of this machine: all for the single engine, half for each of a pair.
+        num_cores: cores of this machine; every engine uses all, because they take turns.
         num_runs: how often every arm runs.
-        start_s: seconds to start one stack.
+        start_s: seconds to start two stacks side by side, which happens twice.
     """
-    one = speed.on_cores(num_cores)
-    half = speed.on_cores(max(1, num_cores // 2))
-    single = arm_s(sizes, one, reuses=False) + arm_s(sizes, one, reuses=True)
-    pair = arm_s(sizes, half, reuses=False) + 2 * arm_s(sizes, half, reuses=True)
-    last_act = _LAST_ACT_TOKENS * half.prefill_s(0, 1000) / 1000
-    return 4 * start_s + num_runs * (single + pair) + last_act
+    shared = speed.on_cores(num_cores)
+    off, on = arm_s(sizes, shared, reuses=False), arm_s(sizes, shared, reuses=True)
+    hand_overs_s = 3 * (sizes.num_calls - 1) * sizes.flood_requests * _HAND_OVER_S
+    last_act = _LAST_ACT_TOKENS * shared.prefill_s(0, 1000) / 1000
+    return 2 * start_s + num_runs * (2 * off + 3 * on + hand_overs_s) + last_act
 
 
 def candidates(asked: Sizes) -> Iterator[Sizes]:

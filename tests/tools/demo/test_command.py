@@ -17,6 +17,7 @@ from tests.tools.demo.support import FAST
 from turncache.errors import ConfigError, EngineFault, EnvironmentFault, TurncacheError
 from turncache_tools.demo import command
 from turncache_tools.demo.leftovers import MARKER, Traces
+from turncache_tools.demo.rigs import Engines
 from turncache_tools.demo.sizes import Sizes, Speed
 
 QUIET_FIGURE_KEYS = {"figure", "unit", "value", "baseline", "ratio", "limit", "ok"}
@@ -53,10 +54,11 @@ def raising(error: BaseException) -> Callable[[command.Options], int]:
     """Return a demo whose engines do not start."""
 
     def starter(folder: Path, _: Callable[[str], None], __: Traces) -> Any:
-        def start(___: object, ____: Sizes) -> Any:
-            logs = folder / "logs" / "single"
-            logs.mkdir(parents=True)
-            (logs / "single-0.log").write_text("why it died\n")
+        def start(engines: Engines, ___: Sizes) -> Any:
+            if engines is Engines.SINGLE:
+                logs = folder / "logs" / "single"
+                logs.mkdir(parents=True)
+                (logs / "single-0.log").write_text("why it died\n")
             raise error
 
         return start

@@ -140,6 +140,35 @@ def test_the_demos_own_folder_is_left(proc: FakeProc, tmp_path: Path) -> None:
     assert traces.left().files == (str(folder),)
 
 
+def test_marked_processes_are_ended(tmp_path: Path) -> None:
+    """After an interrupt nobody else does; one that ignores TERM is killed."""
+    program = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[1] == 'deaf' else "
+        "signal.SIG_DFL)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    traces = Traces(marker=f"end-{os.getpid()}", folder=tmp_path / "gone", term_wait_s=0.2)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, kind],
+            stdout=subprocess.PIPE,
+            env={**os.environ, MARKER: traces.marker},
+        )
+        for kind in ("deaf", "meek")
+    ]
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+    traces.end()
+    codes = []
+    for child in children:
+        with child:
+            codes.append(child.wait(timeout=5))
+    assert codes == [-9, -15]
+
+
 def test_a_real_process_and_its_port_are_found(tmp_path: Path) -> None:
     """The format of this machine's /proc is the one that is read."""
     program = (

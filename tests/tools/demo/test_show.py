@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.tools.demo.fake_rig import FakeClock, FakeStarter, Faults
+from tests.tools.demo.fake_rig import FakeClock, FakeRig, FakeStarter, Faults
 from tests.tools.demo.support import SMALL
 from turncache.errors import EngineFault
 from turncache.protocol import Mode
@@ -19,7 +19,7 @@ from turncache_tools.demo.rigs import Engines
 from turncache_tools.demo.rows import ARMS, Arm, Scene, rows_of
 from turncache_tools.demo.screen import Screen
 from turncache_tools.demo.show import Show, Shown
-from turncache_tools.demo.sizes import BLOCK_SIZE
+from turncache_tools.demo.sizes import BLOCK_SIZE, Sizes
 
 NO_LIMIT_S = 1e9
 
@@ -105,19 +105,71 @@ def test_runs_alternate_the_order_of_arms() -> None:
     result, starter = shown(num_runs=2)
     single = [row.arm for row in result.rows if row.scene is Scene.SINGLE and row.call == 1]
     assert single == [Arm.OFF, Arm.RETENTION, Arm.RETENTION, Arm.OFF]
-    assert starter.rigs[0].modes == [Mode.OFF, Mode.ON, Mode.ON, Mode.OFF]
+    rig = next(rig for rig in starter.rigs if rig.engines is Engines.SINGLE)
+    assert rig.modes == [Mode.OFF, Mode.ON, Mode.ON, Mode.OFF]
 
 
-def test_engines_run_one_stack_at_a_time() -> None:
-    """Each is stopped before the next starts, and the stock pair runs without our code."""
+def test_every_kind_of_engines_starts_once() -> None:
+    """Two stacks side by side, then the other two; all are stopped."""
     _, starter = shown()
-    assert [rig.engines for rig in starter.rigs] == [
-        Engines.SINGLE,
-        Engines.STOCK_PAIR,
-        Engines.PAIR,
-        Engines.STOCK_RETURN,
-    ]
+    kinds = [rig.engines for rig in starter.rigs]
+    assert set(kinds[:2]) == {Engines.SINGLE, Engines.STOCK_PAIR}
+    assert set(kinds[2:]) == {Engines.PAIR, Engines.STOCK_RETURN}
     assert all(rig.stopped for rig in starter.rigs)
+
+
+def test_no_other_stack_runs_beside_the_pairs_arms() -> None:
+    """What waits on the same cores would be in the times of one arm and not of the other."""
+    clock = FakeClock()
+    starter = FakeStarter(clock)
+    beside: dict[Arm, set[Engines]] = {}
+
+    class Looking(Screen):
+        def arm_begins(self, scene: Scene, arm: Arm, run: int) -> None:
+            if scene is Scene.PAIR:
+                running = {rig.engines for rig in starter.rigs if not rig.stopped}
+                beside[arm] = running
+
+    Show(
+        starter,
+        Looking(Console(file=io.StringIO()), None),
+        SMALL,
+        num_runs=1,
+        salt="t",
+        clock=clock,
+        deadline_s=NO_LIMIT_S,
+    ).run()
+    assert beside == {
+        Arm.OFF: {Engines.STOCK_PAIR},
+        Arm.RETENTION: {Engines.PAIR},
+        Arm.RETURN: {Engines.PAIR},
+    }
+
+
+@pytest.mark.parametrize("broken", [Engines.SINGLE, Engines.STOCK_PAIR])
+def test_when_one_of_two_starts_fails_the_other_is_stopped(broken: Engines) -> None:
+    """Whichever of them it is; the error is the one that is told."""
+    clock = FakeClock()
+    starter = FakeStarter(clock)
+
+    def start(engines: Engines, sizes: Sizes) -> FakeRig:
+        if engines is broken:
+            raise EngineFault(engines, "was not ready within 300 s")
+        return starter(engines, sizes)
+
+    show = Show(
+        start,
+        Screen(Console(file=io.StringIO()), None),
+        SMALL,
+        num_runs=1,
+        salt="t",
+        clock=clock,
+        deadline_s=NO_LIMIT_S,
+    )
+    with pytest.raises(EngineFault, match="was not ready"):
+        show.run()
+    assert len(starter.rigs) == 1
+    assert starter.rigs[0].stopped
 
 
 def test_a_tie_is_counted_and_the_reference_goes_on() -> None:
@@ -197,8 +249,16 @@ def test_traffic_gets_lighter_when_time_runs_out(deadline_s: float, least: bool)
 def test_seconds_are_told_by_act() -> None:
     """Where the time of the demo went, the starts of engines included."""
     result, _ = shown(start_s=40.0)
-    assert list(result.act_seconds) == ["one engine", "stock pair", "pair", "exchanged document"]
-    assert all(seconds >= 40.0 for seconds in result.act_seconds.values())
+    assert list(result.act_seconds) == [
+        "starting engines: single, stock-pair",
+        "one engine",
+        "stock pair",
+        "starting engines: pair, stock-return",
+        "exchanged document, stock",
+        "pair",
+        "exchanged document",
+    ]
+    assert result.act_seconds["starting engines: single, stock-pair"] >= 40.0
 
 
 def test_people_see_answers_and_counts() -> None:

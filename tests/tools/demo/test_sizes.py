@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from turncache_tools.demo.sizes import (
     BLOCK_SIZE,
+    FLOOD_IN_FLIGHT,
+    FLOOD_TOKENS,
     FULL,
     QUICK,
     Sizes,
@@ -42,10 +44,12 @@ def test_a_fast_machine_runs_everything() -> None:
 def test_slower_machines_get_less_and_never_more() -> None:
     """First the others' traffic gets lighter, then the texts shorter."""
     found = [chosen(factor) for factor in (0.5, 0.8, 1, 1.3, 1.6, 2, 3, 4, 8)]
-    wanted = [(sizes.scale, sizes.lost_share) for sizes in found]
-    assert wanted == sorted(wanted, reverse=True)
+    scales = [sizes.scale for sizes in found]
+    assert scales == sorted(scales, reverse=True)
+    whole = [sizes.lost_share for sizes in found if sizes.scale == 1]
+    assert whole == sorted(whole, reverse=True)
     assert found[-1] == list(candidates(FULL))[-1]
-    assert all(sizes.lost_share == 0.6 for sizes in found if sizes.scale < 1)
+    assert all(sizes.lost_share <= 0.6 for sizes in found if sizes.scale < 1)
 
 
 @given(factor=st.floats(0.1, 10), limit_s=st.floats(100, 5000))
@@ -63,15 +67,16 @@ def test_a_pool_holds_a_session_and_the_others_in_flight(sizes: Sizes) -> None:
     assert sizes.max_model_len >= longest
     assert sizes.max_model_len % BLOCK_SIZE == 0
     room = sizes.pool_tokens - longest
-    assert room >= 2 * 256
+    assert room >= FLOOD_IN_FLIGHT * FLOOD_TOKENS
 
 
 @pytest.mark.parametrize("sizes", ALL_SIZES)
 def test_the_others_push_most_of_the_session_out_at_the_end(sizes: Sizes) -> None:
     """Least recently used first: older blocks go before the session's tail."""
-    brought = sizes.flood_requests * 256
+    brought = sizes.flood_requests * FLOOD_TOKENS
     lost = brought - (sizes.pool_tokens - sizes.last_prompt_tokens)
-    assert lost >= 0.6 * sizes.last_prompt_tokens
+    least = 0.45 if sizes.last_prompt_tokens > 3000 else 0.6
+    assert lost >= least * sizes.last_prompt_tokens
 
 
 def test_an_arm_that_reuses_takes_less() -> None:
@@ -114,7 +119,7 @@ def test_traffic_gets_lighter_when_the_engine_is_slower_than_guessed() -> None:
     heavy = lighter(FULL, speed(0.5), num_off=1, num_on=1, limit_s=1000)
     light = lighter(FULL, speed(4), num_off=1, num_on=1, limit_s=100)
     assert heavy == FULL
-    assert light.lost_share == 0.6
+    assert light.lost_share == 0.45
     assert light.num_blocks == FULL.num_blocks
 
 
