@@ -10,8 +10,8 @@ shelves, never from a block's reference count: vLLM lowers counts before it call
 Only the engine thread calls these methods; what a block is worth is the lineage table's
 affair, and no clock is read.
 
-The links of an ordinary block are vLLM's: both are None for any block outside the ordinary
-list, which makes a queue given back to vLLM indistinguishable from its own.
+The links of an ordinary block are vLLM's. A retained block's backward link names its shelf
+and its forward link is None. Both are None for a block in use, as in vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from turncache_server.retention.ledger import Ledger
 from turncache_server.retention.lineages import LineageTable
-from turncache_server.retention.shelves import Shelves
+from turncache_server.retention.shelves import Shelf, Shelves
 
 
 def _nothing() -> None:
@@ -73,8 +73,7 @@ class FreeQueue:
         # Block by id, as far as known.
         self._blocks: list[Any] = [None] * num_blocks
         self._num_unknown = 0
-        self._shelves = Shelves(self._board, num_blocks)
-        self._shelf_of = self._shelves.of
+        self._shelves = Shelves(self._board)
         # The block that a walk came to last, and whether it was retained then.
         self._walked: Any = None
         self._walked_retained = False
@@ -140,8 +139,7 @@ class FreeQueue:
             block.prev_free_block = block.next_free_block = None
         self._head.next_free_block = self._tail
         self._tail.prev_free_block = self._head
-        self._shelves = Shelves(self._board, len(self._blocks))
-        self._shelf_of = self._shelves.of
+        self._shelves = Shelves(self._board)
         self.num_free_blocks = self.num_retained = 0
         self._successor = stock_type(blocks)
         return self._successor
@@ -190,14 +188,13 @@ class FreeQueue:
         """Take a free block out of the middle; raises RuntimeError for any other block."""
         following = block.next_free_block
         if following is None:
-            block_id = block.block_id
-            shelf = self._shelf_of[block_id]
+            shelf = block.prev_free_block
             if shelf is None:
                 raise RuntimeError(f"remove() called on a block that is not free: {block}")
             # What Shelves.take does, without its call: a hit takes a chain block by block.
-            self._shelf_of[block_id] = None
+            block.prev_free_block = None
             if shelf.promoted:
-                shelf.promoted.discard(block_id)
+                shelf.promoted.discard(block.block_id)
             self.num_retained -= 1
         else:
             before = block.prev_free_block
@@ -251,9 +248,9 @@ class FreeQueue:
         since a walk came to it starts the walk anew: going on from where it is would leave
         out everything in between.
         """
-        retained = cursor is not None and self._shelf_of[cursor.block_id] is not None
-        if cursor is not None and cursor.next_free_block is None and not retained:
+        if cursor is not None and cursor.prev_free_block is None:
             return
+        retained = cursor is not None and cursor.next_free_block is None
         if cursor is not None and cursor is self._walked and retained != self._walked_retained:
             cursor, retained = None, False
         if not retained:
@@ -265,8 +262,7 @@ class FreeQueue:
                 yield block
                 block = block.next_free_block
             cursor = None
-        for block_id in self._shelves.walk(None if cursor is None else cursor.block_id):
-            block = self._blocks[block_id]
+        for block in self._shelves.walk(cursor):
             self._walked, self._walked_retained = block, True
             yield block
 
@@ -287,23 +283,21 @@ class FreeQueue:
             self.reclassify(i for i, epoch in enumerate(board.epoch) if epoch >= 0)
         else:
             # Behind all others: the order in which blocks go is the same before and after.
-            retained = [self._blocks[block_id] for block_id in self._shelves.walk()]
+            retained = list(self._shelves.walk())
             for block in retained:
-                self._shelves.take(block.block_id)
+                self._shelves.take(block)
             self.num_free_blocks -= len(retained)
             self.num_retained = 0
             self.append_n(retained)
 
     def is_free(self, block_id: int) -> bool:
         """Whether a block is in this queue."""
-        if self._shelf_of[block_id] is not None:
-            return True
         block = self._blocks[block_id]
-        return block is not None and block.next_free_block is not None
+        return block is not None and block.prev_free_block is not None
 
     def is_retained(self, block_id: int) -> bool:
         """Whether a block is free and retained."""
-        return self._shelf_of[block_id] is not None
+        return self.is_free(block_id) and self._blocks[block_id].next_free_block is None
 
     def reclassify(self, block_ids: Iterable[int]) -> None:
         """Move free blocks to the class that the table gives them; others are ignored.
@@ -311,27 +305,34 @@ class FreeQueue:
         What is no longer wanted goes to the front of ordinary, in the order in which it
         would have gone: it is the oldest. What is wanted goes to its keeper's shelf.
         """
-        shelves, wanted_at, epoch = self._shelves, self._board.epoch, self._epoch
-        unwanted: set[int] = set()
+        wanted_at, epoch = self._board.epoch, self._epoch
+        unwanted: dict[int, Any] = {}
         for block_id in block_ids:
-            wanted = self._retaining and wanted_at[block_id] == epoch[block_id]
-            if self._shelf_of[block_id] is not None:
-                if wanted:
-                    shelves.move(block_id)
-                else:
-                    unwanted.add(block_id)
-            elif wanted and self.is_free(block_id):
-                self.remove(self._blocks[block_id])
-                shelves.put(block_id)
+            if not self.is_free(block_id):
+                continue
+            block = self._blocks[block_id]
+            retained = block.next_free_block is None
+            if not self._retaining or wanted_at[block_id] != epoch[block_id]:
+                if retained:
+                    unwanted[block_id] = block
+            elif retained:
+                self._shelves.move(block)
+            else:
+                self.remove(block)
+                self._shelves.put(block)
                 self.num_free_blocks += 1
                 self.num_retained += 1
         if unwanted:
-            self._demote(unwanted)
+            demoted = self._shelves.in_order(unwanted.values())
+            for block in demoted:
+                self._shelves.take(block)
+            self._link_front(demoted)
+            self.num_retained -= len(demoted)
 
     def promote(self, block_id: int, epoch: int) -> None:
         """Move a block to the valuable end of its shelf, if retained at that epoch."""
-        if self._shelf_of[block_id] is not None and self._epoch[block_id] == epoch:
-            self._shelves.promote(block_id)
+        if self.is_retained(block_id) and self._epoch[block_id] == epoch:
+            self._shelves.promote(self._blocks[block_id])
 
     def rank(self, victims: Sequence[int]) -> None:
         """Set the order of lineages for the next choices, least valuable first.
@@ -382,57 +383,62 @@ class FreeQueue:
         shelves = self._shelves
         blocks: list[Any] = []
         while len(blocks) < n:
-            block_id, shelf = shelves.next_victim()
-            if block_id in self._board.others and self._pass_on(block_id, shelf.position):
+            block = shelves.next_victim()
+            block_id = block.block_id
+            if block_id in self._board.others and self._pass_on(block):
                 continue
-            shelves.take(block_id)
-            blocks.append(self._blocks[block_id])
+            shelves.take(block)
+            blocks.append(block)
             epoch[block_id] = raised
             self._table.evicted(block_id)
         self.num_retained -= n
         return blocks
 
-    def _pass_on(self, block_id: int, position: int) -> bool:
+    def _pass_on(self, block: Any) -> bool:
         """Give a shared block to its most valuable wanter, if that one comes later."""
-        heir = max(self._board.wanters(block_id), key=self._shelves.position)
-        if self._shelves.position(heir) <= position:
+        position = self._shelves.position
+        heir = max(self._board.wanters(block.block_id), key=position)
+        if position(heir) <= block.prev_free_block.position:
             return False
-        self._board.entrust(block_id, heir)
-        self._shelves.move(block_id)
+        self._board.entrust(block.block_id, heir)
+        self._shelves.move(block)
         return True
 
     def _append_classified(self, blocks: list[Any]) -> None:
-        # Called with every freed block while anything is wanted: one loop, hardly a call.
+        """Append while something is wanted."""
+        # Most often, all blocks are one lineage's chain: nothing but the check per block.
         wanted, epoch, keepers = self._board.epoch, self._epoch, self._board.keeper
-        shelf_of = self._shelf_of
-        keeper, shelf, ids = -1, None, list[int]()  # no lineage has this number
-        num_put = 0
+        keeper = keepers[blocks[0].block_id]
+        if keeper >= 0:
+            shelf = self._shelves.ready(keeper)
+            num_laid = len(blocks)
+            for block in blocks:
+                block_id = block.block_id
+                if keepers[block_id] != keeper or wanted[block_id] != epoch[block_id]:
+                    num_laid = _count_on(shelf, blocks)
+                    break
+                block.prev_free_block = shelf
+            shelf.blocks += blocks[:num_laid]
+            self.num_free_blocks += num_laid
+            self.num_retained += num_laid
+            if num_laid == len(blocks):
+                return
+            blocks = blocks[num_laid:]
         last = self._tail.prev_free_block
+        num_laid = 0
         for block in blocks:
             block_id = block.block_id
-            number = keepers[block_id]
-            if number < 0 or wanted[block_id] != epoch[block_id]:
+            if keepers[block_id] < 0 or wanted[block_id] != epoch[block_id]:
                 block.prev_free_block = last
                 last.next_free_block = block
                 last = block
-                continue
-            if number != keeper:
-                keeper, shelf = number, self._shelves.ready(number)
-                ids = shelf.ids
-            shelf_of[block_id] = shelf
-            ids.append(block_id)
-            num_put += 1
+            else:
+                self._shelves.put(block)
+                num_laid += 1
         last.next_free_block = self._tail
         self._tail.prev_free_block = last
         self.num_free_blocks += len(blocks)
-        self.num_retained += num_put
-
-    def _demote(self, block_ids: set[int]) -> None:
-        ordered = self._shelves.in_order(block_ids)
-        for block_id in ordered:
-            self._shelves.take(block_id)
-        self._link_front([self._blocks[block_id] for block_id in ordered])
-        self.num_retained -= len(ordered)
+        self.num_retained += num_laid
 
     def _link_front(self, blocks: list[Any]) -> None:
         first = self._head.next_free_block
@@ -449,3 +455,11 @@ class FreeQueue:
             if self._blocks[block.block_id] is None:
                 self._blocks[block.block_id] = block
                 self._num_unknown -= 1
+
+
+def _count_on(shelf: Shelf, blocks: Sequence[Any]) -> int:
+    """Count the leading blocks that lie on a shelf."""
+    count = 0
+    while blocks[count].prev_free_block is shelf:
+        count += 1
+    return count

@@ -298,11 +298,11 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.retained == {b for b in self.free if self.is_wanted(b)}
 
     @invariant()
-    def no_link_is_left_on_a_block_outside_the_ordinary_list(self) -> None:
+    def links_say_where_a_block_is(self) -> None:
         ordinary = set(self.ordinary)
         for block in self.blocks:
-            linked = block.next_free_block is not None and block.prev_free_block is not None
-            assert linked == (block.block_id in ordinary)
+            assert (block.next_free_block is not None) == (block.block_id in ordinary)
+            assert (block.prev_free_block is not None) == (block.block_id in self.free)
 
     def teardown(self) -> None:
         """A stock queue gets all of it back."""
