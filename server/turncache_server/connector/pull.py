@@ -11,8 +11,10 @@ A request becomes ours in :meth:`PullBook.allocated` with external tokens above 
 before, and stays ours until its id has been handed back to the scheduler, aborts
 included: until then its blocks may be written by the transfer. Verification sits between
 "all ranks have finished reading" and "the scheduler may compute with it". Whole requests
-fail, never block ids. A pull is used once; a request that comes back (preempted, or
-refused by verify) may pull once more, then it computes.
+fail, never block ids. A pull is used once; a request that comes back preempted may pull
+once more, then it computes. One whose read has failed computes at once: vLLM goes on
+reserving blocks for its load, so that a second one of more than half of the pool, and
+everybody behind it, would wait for itself for ever.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 #: A peek older than this at the first look is repeated: the source may have moved on.
 PEEK_AGE_S: Final = 1.0
-#: Pulls of one request: the first, and one more when it comes back.
+#: Pulls of one request: the first, and one more when it comes back preempted.
 MAX_ATTEMPTS: Final = 2
 #: After a deadline passed or a peer vanished, nothing is asked of it for this long.
 PEER_REST_S: Final = 2.0
@@ -211,16 +213,31 @@ class PullBook:
             pull.first_look_s = now_s
             if now_s - pull.asked_at_s > PEEK_AGE_S:
                 self._ask(pull, now_s)
-        if pull.state is PullState.PEEKING:
-            if pull.peek is not None and not pull.peek.done():
-                # Behind a peer that has just failed others nobody waits any longer.
-                if now_s - pull.first_look_s < PEEK_WAIT_S and not self._rests(pull.peer, now_s):
-                    return None
-                self._cancel_peek(pull)
-                self._refuse(pull, Reason.TIMEOUT)
-                return 0
+        if pull.state is PullState.PEEKING and self._still_asking(pull, now_s):
+            return None
+        return self._offer(pull, local_tokens, now_s)
+
+    def _still_asking(self, pull: Pull, now_s: float) -> bool:
+        """Take the peek's answer when there is one, and say whether to wait on."""
+        if pull.peek is None or pull.peek.done():
             self._take_answer(pull, now_s)
+            return False
+        waited_s = 0.0 if pull.first_look_s is None else now_s - pull.first_look_s
+        # Behind a peer that has just failed others nobody waits any longer.
+        if waited_s < PEEK_WAIT_S and not self._rests(pull.peer, now_s):
+            return True
+        self._cancel_peek(pull)
+        self._refuse(pull, Reason.TIMEOUT)
+        return False
+
+    def _offer(self, pull: Pull, local_tokens: int, now_s: float) -> int:
         if pull.state is not PullState.OFFERED or pull.answer is None:
+            return 0
+        waited_s = 0.0 if pull.first_look_s is None else now_s - pull.first_look_s
+        if waited_s >= self.timeout_s(len(pull.answer.block_ids)):
+            # Loads are admitted by stricter rules than computing: an offer for which there
+            # was no room all this time must not keep the request, and all behind it.
+            self._refuse(pull, Reason.TIMEOUT)
             return 0
         tokens = len(pull.answer.block_ids) * self._block_size - local_tokens
         if tokens <= 0:
@@ -342,6 +359,7 @@ class PullBook:
         return back
 
     def _failed(self, pull: Pull, now_s: float) -> None:
+        pull.attempts = MAX_ATTEMPTS
         if pull.reason is None:
             # The workers report a deadline and a transport error alike.
             pull.reason = Reason.TIMEOUT

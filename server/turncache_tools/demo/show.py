@@ -31,7 +31,7 @@ from turncache_tools.demo.texts import Texts, prepare
 
 #: Share of the time for both scenes that the single engine may take.
 _SINGLE_SHARE = 0.35
-_PROBE_TOKENS = (256, 1024)
+_PROBE_TOKENS = 1024
 _PROBE_ANSWER = 8
 #: Kept back at the end: the last act and the reports.
 _RESERVE_S = 20.0
@@ -247,9 +247,10 @@ class Show:
 
     def _measured(self, rig: Rig, salt: str) -> Speed:
         """Time two prefills and one short answer."""
+        longest = min(_PROBE_TOKENS, self._sizes.max_model_len // 2)
         times: list[tuple[int, float]] = []
         between_s = 0.0
-        for number, num_tokens in enumerate(_PROBE_TOKENS):
+        for number, num_tokens in enumerate((longest // 4, longest)):
             assert self._texts is not None
             text = "".join(self._texts.others)[: num_tokens * 4]
             messages: list[Message] = [{"role": "user", "content": text}]

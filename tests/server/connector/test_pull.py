@@ -20,7 +20,6 @@ from turncache.protocol import Reason
 from turncache_server.connector import pull as pull_module
 from turncache_server.connector.peers import PeerState
 from turncache_server.connector.pull import (
-    MAX_ATTEMPTS,
     PEEK_AGE_S,
     PEEK_WAIT_S,
     PEER_REST_S,
@@ -198,22 +197,30 @@ def test_an_own_reset_in_between_uses_nothing(desk: Desk) -> None:
     assert desk.book.take_failures() == {R}
 
 
-def test_a_failed_read_may_be_tried_once_more_then_computes(desk: Desk) -> None:
-    """The second look peeks anew; the third offers nothing, and nothing is parked."""
-    for attempt in range(MAX_ATTEMPTS):
-        if attempt == 0:
-            desk.read_all()
-        else:
-            desk.now_s += PEER_REST_S + 1
-            assert desk.look() is None
-            desk.answer(holds(6))
-            desk.allocate(0, desk.look() or 0)
-            assert len(desk.book.take_reads()) == 1
-        assert desk.step((R,), (R,)) == HandBack()
-        assert desk.reason is Reason.TIMEOUT
+@pytest.mark.parametrize("refused", [False, True], ids=["failed", "unconfirmed"])
+def test_a_failed_read_is_not_tried_again(refused: bool, desk: Desk) -> None:
+    """Blocks stay reserved for its load: a second one could wait for itself for ever."""
+    desk.read_all()
+    if refused:
+        desk.step((R,))
+        desk.peers.verifies[0][1].set_result(confirms(0))
+        desk.step()
+    assert desk.step((R,), (R,)) == HandBack()
     desk.now_s += PEER_REST_S + 1
     assert desk.look() == 0
-    assert len(desk.peers.peeks) == MAX_ATTEMPTS
+    assert len(desk.peers.peeks) == 1
+
+
+def test_an_offer_without_room_is_withdrawn(desk: Desk) -> None:
+    """Loads are admitted by stricter rules than computing: after the deadline it computes."""
+    desk.start()
+    desk.answer(holds(6))
+    assert desk.look() == 6 * SIZE
+    desk.now_s += 4.9
+    assert desk.look() == 6 * SIZE
+    desk.now_s += 0.1
+    assert desk.look() == 0
+    assert desk.reason is Reason.TIMEOUT
 
 
 def test_after_a_failed_read_its_peer_rests(desk: Desk) -> None:
@@ -443,23 +450,24 @@ def test_without_a_setting_the_deadline_follows_the_length() -> None:
     assert Desk(timeout_s=0.3).book.timeout_s(250) == 0.3
 
 
-def test_a_read_is_given_a_moment_even_when_its_time_is_over(desk: Desk) -> None:
+def test_a_read_is_given_a_moment_even_when_its_time_is_nearly_over(desk: Desk) -> None:
     """A request that had to wait for room still tries."""
     desk.start()
     desk.answer(holds(6))
-    tokens = desk.look()
-    desk.now_s += 60
-    desk.allocate(0, tokens or 0)
+    desk.look()
+    desk.now_s += 4.99
+    desk.allocate(0, desk.look() or 0)
     assert desk.book.take_reads()[0].deadline_s == pytest.approx(0.1)
 
 
 def test_a_second_pull_asks_the_peer_as_it_is_then(desk: Desk) -> None:
     """A peer that has restarted meanwhile answers with its new start."""
     desk.read_all()
-    desk.step((R,), (R,))
-    desk.now_s += PEER_REST_S
+    desk.step((R,))
+    desk.peers.verifies[0][1].set_result(confirms(6))
+    desk.step()
     desk.peers.records["decode-0"] = compatible(start_id="start-2", engine_id="decode-0")
-    assert desk.look() is None
+    assert desk.look() is None, "preempted"
     desk.answer(holds(4, start_id="start-2"))
     assert desk.look() == 4 * SIZE
 
