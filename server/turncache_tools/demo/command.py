@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Final, NoReturn
 
 from turncache.errors import TurncacheError
-from turncache_tools.demo.figures import all_figures
+from turncache_tools.demo.figures import LEAST_RATIO, all_figures
 from turncache_tools.demo.leftovers import MARKER, Leftovers, Traces
 from turncache_tools.demo.machine import commit, host_facts, num_cores, probed_speed
 from turncache_tools.demo.page import page
@@ -33,7 +33,7 @@ from turncache_tools.shell import CHECK_FAILED, INTERRUPTED, OK, USAGE, exit_cod
 _FULL_MINUTES: Final = 9.0
 _QUICK_MINUTES: Final = 3.0
 #: A stack on two cores, before one has been started here.
-_GUESSED_START_S: Final = 35.0
+_GUESSED_START_S: Final = 65.0
 _LOGS: Final = Path("build", "demo-logs")
 
 
@@ -266,7 +266,16 @@ def _report(options: Options, shown: Shown, left: Leftovers, *, seconds: float) 
         act_seconds=shown.act_seconds,
         rows=tuple(shown.rows),
         last_act=shown.last_act,
-        figures=tuple(all_figures(shown.rows, shown.last_act, left, seconds=seconds)),
+        figures=tuple(
+            all_figures(
+                shown.rows,
+                shown.last_act,
+                left,
+                seconds=seconds,
+                # After five short calls there is little to gain: then the ratio only informs.
+                least_ratio={} if options.quick else LEAST_RATIO,
+            )
+        ),
     )
 
 

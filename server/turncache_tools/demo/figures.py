@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from turncache_tools.demo.leftovers import Leftovers
 from turncache_tools.demo.rows import ARMS, Arm, CallRow, Scene, rows_of, ttft_by_call
 from turncache_tools.demo.sizes import BLOCK_SIZE
 
-#: Least ratio of TTFT at the last call, off over on.
+#: Least ratio of TTFT at the last call of the whole task, off over on.
 LEAST_RATIO: Final = {Scene.SINGLE: 4.0, Scene.PAIR: 5.0}
 
 
@@ -67,10 +67,19 @@ def all_figures(
     leftovers: Leftovers,
     *,
     seconds: float,
+    least_ratio: Mapping[Scene, float] = LEAST_RATIO,
 ) -> list[Figure]:
-    """Return every figure of a demo that has run to its end."""
+    """Return every figure of a demo that has run to its end.
+
+    Args:
+        rows: of all arms.
+        last_act: the exchanged document.
+        leftovers: what the demo has left behind.
+        seconds: how long it took.
+        least_ratio: what TTFT must gain, off over on; scenes without an entry only inform.
+    """
     return [
-        *(figure for scene in Scene for figure in _scene_figures(rows, scene)),
+        *(f for scene in Scene for f in _scene_figures(rows, scene, least_ratio.get(scene))),
         *_correctness(rows),
         *_last_act(last_act),
         _at_most("leftover_processes", "processes", len(leftovers.processes), 0),
@@ -85,7 +94,7 @@ def exact(rows: Iterable[CallRow]) -> bool:
     return all(row.verdict is not Verdict.DIFFERENT for row in rows)
 
 
-def _scene_figures(rows: Sequence[CallRow], scene: Scene) -> list[Figure]:
+def _scene_figures(rows: Sequence[CallRow], scene: Scene, least: float | None) -> list[Figure]:
     off_arm, *on_arms = ARMS[scene]
     off = rows_of(rows, scene, off_arm)
     figures: list[Figure] = []
@@ -96,7 +105,7 @@ def _scene_figures(rows: Sequence[CallRow], scene: Scene) -> list[Figure]:
         compared = _compared(
             f"{name}_ttft_last_call", "ms", ttft_by_call(on)[-1], ttft_by_call(off)[-1]
         )
-        limit = LEAST_RATIO[scene] if last else None
+        limit = least if last else None
         figures.append(
             Figure(
                 **compared,
@@ -153,11 +162,18 @@ def _excess(name: str, rows: Sequence[CallRow], *, after_answer: bool) -> Figure
 
 
 def _answers_back(rows: Sequence[CallRow]) -> Figure:
-    """Count tokens of answers, which only decode had, that prefill did not compute again."""
-    back = sum(
-        max(0, row.local + row.returned - row.seen_by_prefill) for row in rows if row.call > 1
-    )
-    return _at_least("pair_return_answer_tokens_back", "tokens", back, 1)
+    """Count tokens of answers, which only decode had, that prefill did not compute again.
+
+    Only full blocks travel: what can come back of an answer ends at the last full block of
+    the prompt and answer before. A short answer may end in the block in which it began.
+    """
+    later = [row for row in rows if row.call > 1]
+    back = sum(max(0, row.local + row.returned - row.seen_by_prefill) for row in later)
+    possible = 0
+    for row in later:
+        full = (row.prompt - row.new) // BLOCK_SIZE * BLOCK_SIZE
+        possible += max(0, full - row.seen_by_prefill)
+    return _at_least("pair_return_answer_tokens_back", "tokens", back, possible)
 
 
 def _between_tokens(rows: Sequence[CallRow], scene: Scene) -> Figure:

@@ -136,8 +136,8 @@ _GFLOP_PER_PAIR: Final = 4 * 576 * 30 / 1e9
 #: Measured with vLLM 0.32: share of a plain matrix product's speed that its prefill reaches
 #: in the products and in attention, and share of a plain read's speed while it generates.
 _PRODUCT_SHARE: Final = 0.85
-_ATTENTION_SHARE: Final = 0.3
-_READ_SHARE: Final = 0.35
+_ATTENTION_SHARE: Final = 0.5
+_READ_SHARE: Final = 0.33
 _WEIGHTS_GB: Final = 0.54
 
 

@@ -70,7 +70,8 @@ def test_one_cpu_engine_gets_exactly_these_flags_and_variables() -> None:
         "--model /models/small --served-model-name small --host 127.0.0.1 --port 8100 "
         "--enable-prompt-tokens-details --max-model-len 4096 --dtype float32 "
         "--num-gpu-blocks-override 300 --enforce-eager --block-size 32 "
-        "--max-num-batched-tokens 1024"
+        "--max-num-batched-tokens 1024 "
+        "--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor"
     )
     assert transfer == {
         "kv_connector": "RetentionConnector",
@@ -92,6 +93,12 @@ def test_one_cpu_engine_gets_exactly_these_flags_and_variables() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def test_tensor_parallel_cpu_workers_keep_vllms_own_executor() -> None:
+    """Several ranks need several processes."""
+    (launch,) = plan(tensor_parallel_size=2)
+    assert "--distributed-executor-backend" not in launch.arguments
 
 
 def test_a_cpu_pair_shares_nothing_but_the_machine() -> None:
