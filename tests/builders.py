@@ -809,6 +809,7 @@ class Engine:
         prompt: Sequence[int],
         *,
         max_tokens: int = 1,
+        stop_after: int | None = None,
         session: str | None = None,
         extra_args: dict[str, Any] | None = None,
         **hints: Any,
@@ -819,17 +820,24 @@ class Engine:
             request_id: its id, and the id of its outcome record.
             prompt: token ids.
             max_tokens: tokens to sample.
+            stop_after: end with a stop token that is the answer's token of this number.
             session: its session; ``hints`` are further members of :class:`EngineHints`.
             extra_args: further extra arguments, as a client may send them.
         """
         extra = dict(extra_args or {})
         if session is not None:
             extra |= EngineHints(session=session, request=request_id, **hints).to_xargs()
+        stop = (
+            [] if stop_after is None else [Text(prompt).token_after(len(prompt) + stop_after - 1)]
+        )
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(
-                max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                stop_token_ids=stop,
+                extra_args=extra or None,
             ),
             pooling_params=None,
             block_hasher=self._hasher,

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
 
 import typer
 
-from turncache.errors import EngineFault, EnvironmentFault, TurncacheError
+from turncache.errors import EngineFault, EnvironmentFault, TurncacheError, UsageError
 from turncache_server.control.client import ControlClient
 from turncache_server.control.messages import Hello, HelloReply
 from turncache_server.launch.loopback import is_healthy
@@ -61,7 +62,7 @@ def doctor(
     if engines:
         findings += look_at_engines(control_addresses(engines))
     if router is not None:
-        healthy = is_healthy(router.rstrip("/"))
+        healthy = is_healthy(_base_url(router))
         findings.append(
             Finding(
                 subject=router,
@@ -77,6 +78,17 @@ def doctor(
         )
     if any(finding.verdict == "failed" for finding in findings):
         raise typer.Exit(CHECK_FAILED)
+
+
+def _base_url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        legal = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        legal = False
+    if not legal:
+        raise UsageError(f"--router {text!r}: expected http://host:port")
+    return text.rstrip("/")
 
 
 def look_at_installation(python: str | None) -> list[Finding]:

@@ -9,14 +9,16 @@ from typing import Annotated, NoReturn
 import typer
 
 from turncache_server.launch.spec import StackSpec
-from turncache_server.launch.stack import start
+from turncache_server.launch.stack import START_TIMEOUT_S, start
 from turncache_tools.shell import OK, progress, write, write_json, write_table
 
 
 def serve(
     spec: StackSpec,
     *,
-    timeout: Annotated[float, typer.Option(help="Seconds for all engines to become ready.")] = 300,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for all engines to become ready.")
+    ] = START_TIMEOUT_S,
     as_json: Annotated[bool, typer.Option("--json", help="Describe the stack as JSON.")] = False,
 ) -> None:
     """Start one engine, or prefill and decode engines, with the router in front.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.builders import BLOCK, Conversation, Engine, World, tokens, world
+from turncache.protocol import Reason
 from turncache_server.retention.mailbox import Signalled, SwitchMode
 from turncache_server.retention.values import Signal
 
@@ -40,6 +41,20 @@ def test_a_session_survives_a_flood_and_stock_loses_it(asynchronous: bool, made:
     ours.call("c2", tokens(100), session="s")
     assert (ours.record("c2").local, ours.record("c2").lost) == (80, 0)
     ours.assert_no_leak()
+
+
+@MODES
+def test_an_answer_that_stops_itself_counts_no_block_that_was_never_full(
+    asynchronous: bool, made: World
+) -> None:
+    """The step that was scheduled before the stop was seen writes nothing that is kept."""
+    engine = retaining(made, async_scheduling=asynchronous)
+    prompt = tokens(3 * BLOCK)
+    history = engine.call("first", prompt, session="s", max_tokens=64, stop_after=BLOCK)
+    assert len(history) == 4 * BLOCK, "the answer's last token fills a block"
+    engine.call("second", [*history, *tokens(3, start=5)], session="s")
+    record = engine.record("second")
+    assert (record.local, record.lost, record.reason) == (3 * BLOCK, 0, Reason.OK)
 
 
 def test_without_sessions_blocks_go_as_in_stock(made: World) -> None:

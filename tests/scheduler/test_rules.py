@@ -5,6 +5,7 @@ that the rule prevents within reach.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from vllm.v1.request import RequestStatus
 from tests.builders import BLOCK, Engine, World, pair, reading, tokens, world
 from turncache.errors import ConfigError, EngineFault
 from turncache.protocol import Reason
+from turncache_server.connector import turncache_connector
 from turncache_server.connector.peers import PeerState
 from turncache_server.control.messages import Peek
 
@@ -53,18 +55,14 @@ def test_rule_1_only_written_blocks_are_named(asynchronous: bool) -> None:
 
 
 def test_rule_2_a_pull_is_used_once_and_never_parks(held: World) -> None:
-    """A failed load is looked at again by the scheduler: it may pull once more, then computes."""
+    """A failed load is looked at again by the scheduler, and computes."""
     prefill, decode = pair(held)
     request = reading(prefill, decode)
     held.transfers[0].fail()
     prefill.step()
     held.now_s += 3  # the peer has rested before the scheduler looks again
-    prefill.run(lambda: len(held.transfers) == 2)
-    held.transfers[1].fail()
-    prefill.step()
-    held.now_s += 3
     prefill.run(request.is_finished)
-    assert len(held.transfers) == 2
+    assert len(held.transfers) == 1
     assert prefill.record("r").reason is Reason.TIMEOUT
     for engine in (prefill, decode):
         engine.assert_no_leak()
@@ -76,6 +74,15 @@ def test_rule_3_an_engine_that_loads_runs_as_both_or_refuses(role: str) -> None:
     with world() as made, pytest.raises(ConfigError, match="kv_both") as caught:
         Engine(made, transfer={"kv_role": role})
     assert caught.value.setting == "kv_role"
+
+
+def test_a_host_buffer_that_nobody_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU NIXL would register host memory that only the stock scheduler has filled."""
+    gpu = SimpleNamespace(device_type="cuda")
+    monkeypatch.setattr(turncache_connector, "current_platform", gpu)
+    with world() as made, pytest.raises(ConfigError, match="expected 'cuda'") as caught:
+        Engine(made, transfer={"kv_buffer_device": "cpu"})
+    assert caught.value.setting == "kv_buffer_device"
 
 
 def test_rule_3_reads_never_land_in_blocks_that_a_step_still_writes(held: World) -> None:
@@ -123,6 +130,45 @@ def test_rule_4_an_abandoned_read_keeps_its_blocks(held: World) -> None:
     transfer.advance()
     prefill.call("later", tokens(10, start=99))
     assert prefill.scheduler.reset_prefix_cache()
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_4_an_idle_engine_finds_out_that_a_read_is_gone(held: World) -> None:
+    """Without a further call: vLLM asks whether a step is due whenever its loop wakes."""
+    prefill, decode = pair(held)
+    request = reading(prefill, decode)
+    held.now_s += 60
+    prefill.run(request.is_finished)
+    prefill.run()
+    held.transfers[-1].advance()
+    assert not prefill.scheduler.reset_prefix_cache()
+    assert not prefill.busy, "no spinning"
+    held.now_s += 0.2
+    assert prefill.busy
+    prefill.run()
+    assert prefill.scheduler.reset_prefix_cache()
+    held.now_s += 60
+    assert not prefill.busy
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_4_reads_under_way_hold_at_most_half_of_the_pool(held: World) -> None:
+    """All of them may have to be abandoned: the next one waits until there is room."""
+    prefill, decode = pair(held, num_blocks=40)
+    reading(prefill, decode, blocks=12)
+    prompt = tokens(12 * BLOCK + 2, start=77)
+    decode.call("warm-2", prompt, session="s2")
+    second = prefill.add("r2", prompt, session="s2", source="decode-0")
+    for _ in range(6):
+        prefill.step()
+    assert len(held.transfers) == 1
+    held.transfers[0].advance()
+    prefill.run(lambda: len(held.transfers) > 1)
+    held.transfers[1].advance()
+    prefill.run(second.is_finished)
+    assert prefill.record("r2").returned == 12 * BLOCK
     for engine in (prefill, decode):
         engine.assert_no_leak()
 

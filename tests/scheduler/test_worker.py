@@ -81,6 +81,18 @@ def test_a_read_that_ends_in_time_is_finished(worker: WiredWorker, made: World) 
     assert worker.take_report() is None
 
 
+def test_a_read_that_is_done_is_not_late_because_the_step_was_long(
+    worker: WiredWorker, made: World
+) -> None:
+    """It is looked at once per step, and a step of a long prefill takes seconds."""
+    transfer = order(worker, made)
+    transfer.advance()
+    made.now_s += 60
+    assert results(worker) == ({"r"}, set())
+    assert worker.take_report() is None
+    assert not worker._deadlines
+
+
 def test_the_tail_of_the_remote_blocks_is_read(worker: WiredWorker, made: World) -> None:
     """The destination is paired with the last of the remote blocks."""
     transfer = order(worker, made, local=(1, 2), remote=(5, 6, 7))
@@ -215,6 +227,22 @@ def test_a_peers_descriptors_live_as_long_as_an_abandoned_transfer(
     results(worker)
     results(worker)
     assert "source" in removed
+
+
+def test_a_stuck_transfer_keeps_no_other_peer_from_being_cleaned_up(
+    worker: WiredWorker, made: World
+) -> None:
+    """A frozen peer that is still known costs only what is its own."""
+    removed: list[str] = []
+    worker._cleanup_remote_engine = (  # type: ignore[method-assign]
+        lambda engine_id, **_: (removed.append(engine_id), worker._remote_agents.pop(engine_id))
+    )
+    order(worker, made)
+    made.now_s += 2.5
+    results(worker)
+    worker._remote_agents["replaced"] = {(0, 0): "agent-replaced"}
+    results(worker)
+    assert removed == ["replaced"]
 
 
 def test_ranks_add_their_reports() -> None:

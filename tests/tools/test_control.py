@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.fakes.vllm_program import write_python
 from tests.tools.conftest import ControlledEngine, Ran
 
@@ -45,6 +47,27 @@ def test_an_engine_that_does_not_answer_is_an_engine_fault(turncache: Run) -> No
     ran = turncache("stats", "tcp://127.0.0.1:1", "--timeout", "0.2")
     assert ran.code == 4
     assert "tcp://127.0.0.1:1" in ran.err
+
+
+def test_a_dead_engine_keeps_nobody_else_from_being_switched(
+    turncache: Run, control: Control
+) -> None:
+    """All are told, all are shown, and the code is 4."""
+    engine = control()
+    ran = turncache("mode", "tcp://127.0.0.1:1", engine.address, "off", "--timeout", "0.2")
+    assert ran.code == 4
+    assert engine.mode == "off"
+    assert engine.address in ran.out
+    assert "tcp://127.0.0.1:1" in ran.out
+
+
+@pytest.mark.parametrize("url", ["http://h:99999", "localhost:8000", "https://h:1", "http://"])
+def test_doctor_refuses_what_is_no_url_of_a_router(turncache: Run, url: str) -> None:
+    """The value and what was expected, not a trace."""
+    ran = turncache("doctor", "--router", url)
+    assert ran.code == 2
+    assert url in ran.err
+    assert "expected http://host:port" in ran.err
 
 
 def test_stats_have_a_column_per_engine(turncache: Run, control: Control) -> None:

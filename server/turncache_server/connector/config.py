@@ -15,10 +15,10 @@ from typing import Any, Final
 from turncache.errors import ConfigError
 from turncache.protocol import DEFAULT_RETAIN_S, MAX_RETAIN_S, Mode
 from turncache_server.control.server import check_loopback
+from turncache_server.retention.policy import POLICY_NAMES
 
 #: Name of our nested object in ``kv_connector_extra_config``.
 SECTION: Final = "turncache"
-POLICIES: Final = ("cost", "deadline")
 DEFAULT_RECOMPUTE_THRESHOLD: Final = 64
 #: Some thirty years: a setting above it is a mistake, or no finite number.
 _LONGEST_S: Final = 1e9
@@ -94,7 +94,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     return Settings(
         mode=Mode(read.word("mode", Mode.ON, tuple(Mode))),
         side=Side(read.word("side", Side.SINGLE, tuple(Side))),
-        policy=read.word("policy", "cost", POLICIES),
+        policy=read.word("policy", "cost", POLICY_NAMES),
         retain_default_s=min(read.seconds("retain_default_s", DEFAULT_RETAIN_S), retain_max_s),
         retain_max_s=retain_max_s,
         retain_budget=read.share("retain_budget", 0.5),
@@ -243,4 +243,12 @@ def _unsupported_pull(vllm_config: Any) -> list[str]:
     algo = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if "xxhash" in algo:
         why.append(f"hash algorithm {algo}: collisions can be made, use sha256")
+    model = vllm_config.model_config
+    if getattr(model, "enable_sleep_mode", False) or getattr(
+        model, "enable_cumem_allocator", False
+    ):
+        # Waking maps other memory under the addresses that NIXL has registered.
+        why.append("sleep mode: peers would read the memory from before the sleep")
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        why.append("weight transfer: an updated engine's KV would pass for the others'")
     return why

@@ -176,7 +176,9 @@ class Extension:
             pool,
             self.ledger,
             self.mailbox,
-            serving=lambda: self.acting and self.ledger.in_order,
+            serving=lambda: (
+                self.acting and self.ledger.in_order and not self.facts.unsupported_pull
+            ),
             known_blocks=self.table.known_blocks,
         )
         logger.info(
@@ -319,7 +321,8 @@ class Extension:
     ) -> Effect:
         # The last sampled token has no KV, so the block that it fills is not complete.
         complete = min(
-            request.num_computed_tokens // self.facts.block_size,
+            # With asynchronous scheduling the count may include a step that the end cut off.
+            min(request.num_computed_tokens, request.num_tokens - 1) // self.facts.block_size,
             len(request.block_hashes),
             len(block_ids),
         )

@@ -42,6 +42,11 @@ logger = logging.getLogger(__name__)
 ASK_TIMEOUT_S: Final = 0.5
 #: Share of the pool that abandoned reads may withhold before nothing more is pulled.
 ABANDONED_SHARE: Final = 0.05
+#: Share that several reads may hold together: all of them may have to be abandoned. One
+#: alone may be as large as its prompt.
+READING_SHARE: Final = 0.5
+#: An engine that has nothing to do looks this often whether abandoned transfers are gone.
+IDLE_POLL_S: Final = 0.1
 
 
 _NO_TOKENS: Final[tuple[int | None, bool]] = (0, False)
@@ -122,6 +127,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
         )
         self._abandoned: dict[ReadKey, _Abandoned] = {}
         self._greeted: set[str] = set()
+        self._stepped_at_s = 0.0
         self._pool: Any = None
         self._control: ControlServer | None = None
         self.totals: Counter[str] = Counter()
@@ -156,10 +162,9 @@ class PairScheduler(NixlBaseConnectorScheduler):
         """Return totals of the pulls and of what abandoned reads withhold."""
         # Copied at once: the engine thread may be counting.
         totals = list(self.totals.items())
-        withheld = sum(len(read.blocks) for read in list(self._abandoned.values()))
         return {
             **{name: float(value) for name, value in totals},
-            "abandoned_blocks": float(withheld),
+            "abandoned_blocks": float(self._num_withheld),
             "pulls_in_flight": float(len(self._pulls)),
         }
 
@@ -202,10 +207,11 @@ class PairScheduler(NixlBaseConnectorScheduler):
         return self._pulls.start(request.request_id, session, source, hashes, self._clock())
 
     def _over_cap(self) -> bool:
-        if not self._abandoned:
-            return False
-        withheld = sum(len(read.blocks) for read in self._abandoned.values())
-        return withheld > ABANDONED_SHARE * self._facts.num_blocks
+        return self._num_withheld > ABANDONED_SHARE * self._facts.num_blocks
+
+    @property
+    def _num_withheld(self) -> int:
+        return sum(len(read.blocks) for read in list(self._abandoned.values()))
 
     @_harmless(_NO_TOKENS)
     def get_num_new_matched_tokens(
@@ -216,7 +222,13 @@ class PairScheduler(NixlBaseConnectorScheduler):
         if not self.extension.acting:
             return 0, False
         tokens = self._pulls.look(request.request_id, num_computed_tokens, self._clock())
+        if tokens and self._too_many_at_once(tokens // self._facts.block_size):
+            return None, False
         return tokens, bool(tokens)
+
+    def _too_many_at_once(self, num_blocks: int) -> bool:
+        others = self._num_withheld + self._pulls.num_reading_blocks
+        return bool(others) and others + num_blocks > READING_SHARE * self._facts.num_blocks
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take the request over when blocks were allocated for our offer."""
@@ -236,6 +248,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
     def build_connector_meta(self, scheduler_output: Any) -> TurncacheMetadata:
         """Note the step's writes and give the workers their orders."""
         self.extension.step_scheduled(scheduler_output)
+        self._stepped_at_s = self._clock()
         meta = TurncacheMetadata()
         meta.scheduler_clock = time.perf_counter()
         for read in self._pulls.take_reads():
@@ -305,7 +318,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
             return
         self.extension.blocks_loaded(back.loaded_blocks)
         self.totals["pulled_blocks"] += len(back.loaded_blocks)
-        self.totals["pulls_verified"] += len(back.add)
+        self.totals["pulls_verified"] += back.num_verified
         self.totals["pulls_failed"] += len(failed)
         connector_output.finished_recving = ((finished - back.hold) | back.add) or None
 
@@ -337,6 +350,14 @@ class PairScheduler(NixlBaseConnectorScheduler):
             pull.peer.name,
             len(blocks),
         )
+
+    def has_pending_push_work(self) -> bool:
+        """Say that an idle engine should step: only a step polls abandoned transfers.
+
+        vLLM asks whenever its loop wakes, so a sleep or reset that was refused because of
+        them succeeds when it is tried again.
+        """
+        return bool(self._abandoned) and self._clock() - self._stepped_at_s > IDLE_POLL_S
 
     def step_processed(self) -> None:
         """Mark what the oldest step has written (``take_events``)."""

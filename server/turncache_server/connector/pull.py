@@ -76,6 +76,7 @@ class Pull:
     peek: Future[PeekReply] | None = None
     asked_at_s: float = 0.0
     first_look_s: float | None = None
+    offered_at_s: float | None = None
     answer: PeekReply | None = None
     attempts: int = 1
     request: Any = None
@@ -116,11 +117,17 @@ class Read:
 
 @dataclass(slots=True)
 class HandBack:
-    """What the scheduler is told in one step: ids to add to and remove from its sets."""
+    """What the scheduler is told in one step: ids to add to and remove from its sets.
+
+    Attributes:
+        loaded_blocks: blocks whose content was confirmed.
+        num_verified: pulls of which at least one block was confirmed.
+    """
 
     add: set[str] = field(default_factory=set)
     hold: set[str] = field(default_factory=set)
     loaded_blocks: list[int] = field(default_factory=list)
+    num_verified: int = 0
 
 
 class PullBook:
@@ -164,6 +171,11 @@ class PullBook:
         return any(
             p.state in (PullState.VERIFYING, PullState.FAILING) for p in self._pulls.values()
         )
+
+    @property
+    def num_reading_blocks(self) -> int:
+        """Destination blocks of the reads under way."""
+        return sum(len(p.blocks) for p in self._pulls.values())
 
     # --- arrival and admission ---------------------------------------------------------
 
@@ -233,17 +245,22 @@ class PullBook:
     def _offer(self, pull: Pull, local_tokens: int, now_s: float) -> int:
         if pull.state is not PullState.OFFERED or pull.answer is None:
             return 0
-        waited_s = 0.0 if pull.first_look_s is None else now_s - pull.first_look_s
-        if waited_s >= self.timeout_s(len(pull.answer.block_ids)):
-            # Loads are admitted by stricter rules than computing: an offer for which there
-            # was no room all this time must not keep the request, and all behind it.
-            self._refuse(pull, Reason.TIMEOUT)
-            return 0
         tokens = len(pull.answer.block_ids) * self._block_size - local_tokens
         if tokens <= 0:
             return 0
         if tokens < self._threshold_tokens:
             pull.reason = Reason.BELOW_THRESHOLD
+            return 0
+        if self._rests(pull.peer, now_s):
+            # It has just failed others: what it holds may not arrive.
+            self._refuse(pull, Reason.SOURCE_GONE)
+            return 0
+        if pull.offered_at_s is None:
+            pull.offered_at_s = now_s
+        if now_s - pull.offered_at_s >= self.timeout_s(len(pull.answer.block_ids)):
+            # Loads are admitted by stricter rules than computing: an offer for which there
+            # was no room all this time must not keep the request, and all behind it.
+            self._refuse(pull, Reason.TIMEOUT)
             return 0
         pull.local_blocks = local_tokens // self._block_size
         return tokens
@@ -391,6 +408,7 @@ class PullBook:
             pull.pull_s = now_s - pull.first_look_s
         pull.request.num_computed_tokens = (pull.local_blocks + valid) * self._block_size
         back.add.add(pull.request_id)
+        back.num_verified += 1
         back.loaded_blocks.extend(block.block_id for block in pull.blocks[:valid])
         self._close(pull)
 
@@ -455,6 +473,7 @@ class PullBook:
         self._cancel_peek(pull)
         pull.peek = self._peers.peek(pull.peer, pull.session, pull.hashes)
         pull.asked_at_s = now_s
+        pull.offered_at_s = None
         pull.answer = None
         pull.state = PullState.PEEKING
 

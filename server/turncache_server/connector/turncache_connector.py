@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+from vllm.platforms import current_platform
 
 from turncache.errors import ConfigError
 from turncache_server.connector.config import Settings, parse_settings
@@ -47,6 +48,12 @@ class TurncacheConnector(NixlBaseConnector):
                 "True: the stock return path does not check content; remove it, "
                 "TurncacheConnector returns KV itself",
             )
+        if transfer.kv_buffer_device == "cpu" and current_platform.device_type != "cpu":
+            raise ConfigError(
+                "kv_buffer_device",
+                f"'cpu' on {current_platform.device_type}: peers would read a host buffer that "
+                f"nobody fills; expected {current_platform.device_type!r}",
+            )
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self.connector_scheduler = self._make_scheduler(vllm_config, kv_cache_config, settings)
@@ -77,6 +84,12 @@ class TurncacheConnector(NixlBaseConnector):
         if self.connector_scheduler is not None:
             self.connector_scheduler.step_processed()
         return ()
+
+    def has_pending_push_work(self) -> bool:
+        """Say that a step is due, to learn whether an abandoned transfer is gone."""
+        if self.connector_scheduler is None:
+            return False
+        return self.connector_scheduler.has_pending_push_work()
 
     # --- worker side ---------------------------------------------------------------------------
 

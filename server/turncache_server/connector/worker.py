@@ -141,12 +141,13 @@ class TurncacheWorker(NixlPullConnectorWorker):
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Report what has finished, what was abandoned and what was refused."""
-        late = self._abandon_late()
         results = super().get_transfer_results()
-        self._poll_abandoned()
         for request_id in results.finished_recving:
             self._deadlines.pop(request_id, None)
             self._attempts.pop(request_id, None)
+        # Only now: after a long step a read that is done in time is looked at late.
+        late = self._abandon_late()
+        self._poll_abandoned()
         failed = late | self._failures
         self._failures = set()
         results.finished_recving |= failed
@@ -199,9 +200,11 @@ class TurncacheWorker(NixlPullConnectorWorker):
         return engines | {abandoned.engine_id for abandoned in self._abandoned.values()}
 
     def _cleanup_remote_engines(self) -> None:
-        # vLLM looks for the peers of reads that it knows; the descriptors that an abandoned
-        # transfer uses must live as long as the transfer.
-        if not self._abandoned:
+        # Of replaced peers vLLM spares those whose reads it knows; the descriptors that an
+        # abandoned transfer uses must live as long as the transfer. Invalid peers it spares
+        # by _engines_with_inflight_transfers.
+        known = self._engine_by_address.values()
+        if all(abandoned.engine_id in known for abandoned in self._abandoned.values()):
             super()._cleanup_remote_engines()
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -18,6 +18,9 @@ from turncache_server.launch.profiles import SERVER_MODULE, EngineLaunch
 from turncache_server.launch.spec import Side
 
 _POLL_S: Final = 0.05
+#: A start that takes minutes says what it is at.
+_WORD_INTERVAL_S: Final = 30.0
+_WORD_CHARS: Final = 160
 #: An engine core's own traceback is followed by those of everybody who waited for it.
 _NUM_SEARCHED_LINES: Final = 2000
 _HEALTH_INTERVAL_S: Final = 0.2
@@ -127,6 +130,7 @@ def wait_healthy(
     """
     started = time.monotonic()
     next_health = started
+    next_word = started + _WORD_INTERVAL_S
     waiting = list(parts)
     while waiting:
         now = time.monotonic()
@@ -134,7 +138,16 @@ def wait_healthy(
             part.check("during start")
         if now - started > timeout_s:
             late = waiting[0]
-            raise _fault(late.process, f"was not ready within {timeout_s:g} s", None)
+            raise _fault(
+                late.process,
+                f"was not ready within {timeout_s:g} s (--timeout gives it more)",
+                None,
+            )
+        if now >= next_word:
+            next_word = now + _WORD_INTERVAL_S
+            for part in waiting:
+                last = (part.process.tail(1) or ["nothing logged yet"])[0]
+                progress(f"{part.name}: {now - started:.0f} s, {last.strip()[:_WORD_CHARS]}")
         if now >= next_health:
             next_health = now + _HEALTH_INTERVAL_S
             for part in list(waiting):

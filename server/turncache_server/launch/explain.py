@@ -37,6 +37,8 @@ def _sign(pattern: str, what: str, way_out: str, *, is_usage: bool = False) -> _
     return _Sign(re.compile(pattern, re.IGNORECASE), what, way_out, is_usage)
 
 
+#: What vLLM tries to import and does without is no cause.
+_SERIOUS: Final = r"^(?!.*(failed to import|warning)).*"
 #: Looked for in this order: the specific before the general.
 _SIGNS: Final = (
     _sign(
@@ -57,7 +59,7 @@ _SIGNS: Final = (
         "stop what uses it, or move the base ports",
     ),
     _sign(
-        r"No module named '?(?P<detail>vllm)",
+        r"No module named '?(?P<detail>vllm)'?(?![\w.])",
         "vLLM is not installed in the engine environment",
         "install it there, or name another interpreter with --python",
     ),
@@ -67,12 +69,18 @@ _SIGNS: Final = (
         "pip install --no-deps turncache there",
     ),
     _sign(
+        _SERIOUS + r"No module named '?(?P<detail>vllm\.[\w.]+)"
+        r"|cannot import name .* from '(?P<name>vllm\.[\w.]+)'",
+        "this vLLM lacks what turncache needs of it: {detail}{name}",
+        "install a vLLM that `turncache doctor` lists as tested, or start without turncache",
+    ),
+    _sign(
         r"NIXL is not available|No module named '?nixl",
         "NIXL is not installed in the engine environment",
         "pip install nixl there",
     ),
     _sign(
-        r"No module named '?(?P<detail>[\w.]+)",
+        _SERIOUS + r"No module named '?(?P<detail>[\w.]+)",
         "the module {detail} is missing",
         "install it into the environment of this program",
     ),
@@ -114,9 +122,9 @@ def explain(lines: Sequence[str], exit_code: int | None) -> Explanation:
         for line in reversed(lines):
             found = sign.pattern.search(line)
             if found:
-                detail = found.groupdict().get("detail") or ""
+                named = {name: (text or "").strip() for name, text in found.groupdict().items()}
                 return Explanation(
-                    what=sign.what.format(detail=detail.strip()),
+                    what=sign.what.format(**named),
                     way_out=sign.way_out,
                     line=line.strip(),
                     is_usage=sign.is_usage,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -9,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,13 +140,19 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Say whether a server could listen on ``port`` now."""
+    """Say whether a server could listen on ``port`` now.
+
+    Raises:
+        OSError: it could not for another reason than that somebody listens there.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
             return False
     return True
 
@@ -195,6 +202,33 @@ def _first_ephemeral_port() -> int:
 
 
 def _memory_available_bytes() -> int:
+    """Return what this machine has left, or this control group when that is less."""
+    return min([_machine_memory_bytes(), *_group_memory_bytes(Path("/sys/fs/cgroup"))])
+
+
+def _group_memory_bytes(root: Path) -> Iterator[int]:
+    """Yield what each limited control group above this process has left (cgroup v2)."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                folder = root / line[3:].strip("/")
+                for group in (folder, *folder.parents):
+                    if root in (group, *group.parents):
+                        with suppress(OSError, ValueError):  # no such file: no limit of its own
+                            limit = int((group / "memory.max").read_text())
+                            yield max(0, limit - _unreclaimable_bytes(group))
+
+
+def _unreclaimable_bytes(group: Path) -> int:
+    used = int((group / "memory.current").read_text())
+    for line in (group / "memory.stat").read_text().splitlines():
+        name, _, size = line.partition(" ")
+        if name == "inactive_file":  # caches give way
+            used -= int(size)
+    return used
+
+
+def _machine_memory_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

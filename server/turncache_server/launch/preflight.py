@@ -101,7 +101,13 @@ def check_router_config(text: str) -> None:
         raise EnvironmentFault(
             f"the router's packages are missing ({error}): pip install 'turncache[router]'"
         ) from error
-    parse_config(tomllib.loads(text))
+    try:
+        settings = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            "router_settings", f"a setting's name is not one of a router: {error}"
+        ) from error
+    parse_config(settings)
 
 
 def resolve_model(spec: StackSpec, python: str, progress: models.Progress) -> str:
@@ -146,7 +152,15 @@ def check_ports(spec: StackSpec, launches: Sequence[EngineLaunch], ports: Ports)
         if launch.control_address is not None:
             wanted.append((f"control socket of {launch.name}", LOOPBACK, at.control))
     for purpose, host, port in wanted:
-        if not port_is_free(host, port):
+        try:
+            free = port_is_free(host, port)
+        except OSError as error:
+            raise ConfigError(
+                "host, ports",
+                f"nothing can listen on {host}:{port} ({purpose}): {error.strerror or error}; "
+                "name an address of this machine and a port that you may use",
+            ) from error
+        if not free:
             user = port_user(port)
             raise ConfigError(
                 "ports",

@@ -54,6 +54,7 @@ class Supervised:
         self.name = name
         self.log_path = log_path
         self._grace_s = grace_s
+        self._earlier_log = _identity(log_path)
         self._reaper = subprocess.Popen(  # noqa: S603 - our own program, no shell
             [
                 *(sys.executable, "-I", supervise.__file__),
@@ -105,12 +106,23 @@ class Supervised:
             _kill_session(self.reaper_pid)
 
     def tail(self, num_lines: int = NUM_TAIL_LINES) -> list[str]:
-        """Return the last lines of the log."""
+        """Return the last lines that this run has logged."""
         lines: deque[str] = deque(maxlen=num_lines)
         for path in (self.log_path.with_name(f"{self.log_path.name}.1"), self.log_path):
-            with suppress(OSError), path.open(errors="replace") as log:
-                lines.extend(line.rstrip("\n") for line in log)
+            # What an earlier run has written last was moved aside when this one started.
+            if _identity(path) != self._earlier_log:
+                with suppress(OSError), path.open(errors="replace") as log:
+                    lines.extend(line.rstrip("\n") for line in log)
         return list(lines)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tell a file's content apart from any other's, under whatever name; None without it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def stop_all(parts: Sequence[Supervised]) -> None:

@@ -272,23 +272,26 @@ def assign_gpus(spec: StackSpec, gpus: Sequence[str]) -> tuple[tuple[str, ...], 
 
     Raises:
         ConfigError: an engine would need more GPUs than there are, or was given another
-            number of them than its tensor parallel size.
+            number of them than it needs.
     """
-    size = spec.tensor_parallel_size
+    size = spec.gpus_per_engine
     if spec.devices:
         given = tuple(tuple(part.strip() for part in d.split(",")) for d in spec.devices)
         for (name, _), mine in zip(spec.members, given, strict=True):
             if len(mine) != size:
                 raise ConfigError(
                     "devices",
-                    f"{name} gets {','.join(mine)!r}, its tensor parallel size is {size}",
+                    f"{name} gets {','.join(mine)!r}, it needs {size} (tensor times pipeline times "
+                    "data parallel size)",
                 )
         return given
     if not gpus:
         return ()
     if len(gpus) < size:
         raise ConfigError(
-            "tensor_parallel_size", f"{size} GPUs for one engine, this machine has {len(gpus)}"
+            "tensor_parallel_size",
+            f"{size} GPUs for one engine (with pipeline and data parallelism), this machine has "
+            f"{len(gpus)}",
         )
     groups = len(gpus) // size
     return tuple(

@@ -35,6 +35,20 @@ OWNED_FLAGS: Final = MappingProxyType(
 )
 
 
+_FURTHER_PARALLEL: Final = frozenset(
+    {"--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"}
+)
+#: Settings of the extension that follow from the stack.
+_OURS: Final = MappingProxyType(
+    {
+        "mode": "set the mode of the stack instead",
+        "side": "follows from prefill and decode",
+        "control_address": "follows from control_port",
+        "peers": "follow from prefill and decode",
+    }
+)
+
+
 def _empty() -> Mapping[str, Any]:
     return MappingProxyType({})
 
@@ -137,6 +151,18 @@ class StackSpec:
         return self.router and self.is_ours
 
     @property
+    def gpus_per_engine(self) -> int:
+        """GPUs that one engine needs: tensor times pipeline times data parallel size."""
+        size = self.tensor_parallel_size
+        for at, argument in enumerate(self.engine_args):
+            flag, _, value = argument.partition("=")
+            if flag.replace("_", "-") in _FURTHER_PARALLEL:
+                value = value or "".join(self.engine_args[at + 1 : at + 2])
+                # What is no number vLLM itself refuses.
+                size *= int(value) if value.isdigit() and int(value) else 1
+        return size
+
+    @property
     def members(self) -> tuple[tuple[str, Side], ...]:
         """Name and side of every engine, in the order in which they are numbered."""
         if not self.is_pair:
@@ -156,8 +182,9 @@ class StackSpec:
                 raise ConfigError(name, f"{value!r}: expected one of {', '.join(legal)}")
         if not self.model:
             raise ConfigError("model", "empty; name a folder, a hub name, tiny or smollm2")
-        if "mode" in self.settings:
-            raise ConfigError("settings.mode", "set the mode of the stack instead")
+        for name, instead in _OURS.items():
+            if name in self.settings:
+                raise ConfigError(f"settings.{name}", instead)
 
     def _check_counts(self) -> None:
         if self.prefill < 0 or self.decode < 0 or self.prefill + self.decode > MAX_ENGINES:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from turncache.errors import ConfigError
+from turncache.errors import ConfigError, EngineFault
 from turncache_server.launch import preflight
 from turncache_server.launch.engines import Engine, Part, start_engine, wait_healthy
 from turncache_server.launch.machine import free_ports, inspect_environment, inspect_machine
@@ -39,11 +39,16 @@ __all__ = ["Engine", "Stack", "StackSpec", "start"]
 ROUTER: Final = "router"
 ROUTER_MODULE: Final = "turncache_server.router"
 _POLL_S: Final = 0.2
+#: A dead engine is seen as dead when its reaper has taken everything of it down.
+_DEATH_IS_SEEN_S: Final = 3.0
+#: A hub model is downloaded first, a GPU compiles and captures graphs: death is watched
+#: anyway, so this only ends a start that hangs.
+START_TIMEOUT_S: Final = 1800.0
 
 Progress = Callable[[str], None]
 
 
-def start(spec: StackSpec, *, progress: Progress, timeout_s: float = 300) -> Stack:
+def start(spec: StackSpec, *, progress: Progress, timeout_s: float = START_TIMEOUT_S) -> Stack:
     """Start a stack and return it when it answers.
 
     Args:
@@ -176,7 +181,7 @@ class Stack:
         finally:
             self.stop()
 
-    def restart(self, name: str, *, timeout_s: float = 300) -> None:
+    def restart(self, name: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Stop one part (``router`` or an engine's name), start it again, wait until it answers.
 
         Raises:
@@ -270,14 +275,24 @@ class Stack:
 
     def _warm_up(self) -> None:
         started = time.monotonic()
-        if self.spec.is_pair and not self.spec.is_ours:
-            first = next(launch for launch in self._launches.values() if launch.side == "prefill")
-            skipped = warm_up_stock_pair(first.url, self.base_url, self.model)
-        else:
-            skipped = warm_up(self.base_url, self.model)
+        try:
+            skipped = self._warm_up_calls()
+        except EngineFault:
+            # An engine that died under the call says more than the call's error does.
+            deadline = time.monotonic() + _DEATH_IS_SEEN_S
+            while time.monotonic() < deadline:
+                self.check()
+                time.sleep(_POLL_S)
+            raise
         self.check()
         took = f"took {time.monotonic() - started:.1f} s"
         self._progress(f"warm-up {took}" if skipped is None else f"warm-up skipped: {skipped}")
+
+    def _warm_up_calls(self) -> str | None:
+        if self.spec.is_pair and not self.spec.is_ours:
+            first = next(launch for launch in self._launches.values() if launch.side == "prefill")
+            return warm_up_stock_pair(first.url, self.base_url, self.model)
+        return warm_up(self.base_url, self.model)
 
 
 def _log_dir(spec: StackSpec, ports: Ports, launches: tuple[EngineLaunch, ...]) -> Path:

@@ -93,6 +93,7 @@ class Cost:
 _POLICIES: Final[dict[str, type[Deadline | Cost]]] = {
     policy.name: policy for policy in (Deadline, Cost)
 }
+POLICY_NAMES: Final = tuple(sorted(_POLICIES))
 
 
 def policy_named(name: str) -> Policy:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from turncache.errors import ConfigError
-from turncache.protocol import DEFAULT_RETAIN_S, MAX_RETAIN_S, check_session_id
+from turncache.protocol import check_session_id
 from turncache_server.control.server import check_loopback
 from turncache_server.router.plan import Side
 
@@ -59,7 +59,6 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = _number(8000, 0, 65535)
     return_enabled: bool = True
-    retain_default_s: float = _number(DEFAULT_RETAIN_S, 0, MAX_RETAIN_S)
     admin: bool = False
     on_disconnect: str = _word("cancel", "cancel", "drain")
     disconnect_drain_s: float = _number(30.0, 0, 3600)

@@ -51,7 +51,8 @@ class ApiError(TurncacheError):
             "param": self.param,
             "code": self.code,
         }
-        return json.dumps({"error": error}, ensure_ascii=False).encode()
+        # ASCII: a member's name may hold half a surrogate pair, which UTF-8 cannot carry.
+        return json.dumps({"error": error}).encode()
 
     def to_event(self) -> bytes:
         """Encode as the terminal event of a stream."""

@@ -141,7 +141,7 @@ class Opening:
             "prefill",
             source=self._plan.source,
             # While returns are on, decode keeps the session: it has the answer as well.
-            retain_s=0.0 if self._call.return_enabled else self._retain_s,
+            retain_s=0.0 if self._call.return_enabled else self._call.tags.retain_s,
             handover=True,
         )
         async with await self._post(engine, "p", prefill_body(self._call.body, hints)) as leg:
@@ -158,7 +158,7 @@ class Opening:
 
     async def _serve(self, engine: EngineView, kind: str, source: str | None) -> Opened:
         """Run the serving leg up to the first byte of its answer."""
-        hints = self._hints(kind, source=source, retain_s=self._retain_s)
+        hints = self._hints(kind, source=source, retain_s=self._call.tags.retain_s)
         leg = await self._post(engine, kind[0], serving_body(self._call.body, hints))
         try:
             first = await self._checked(engine, leg)
@@ -170,15 +170,8 @@ class Opening:
             raise
         return Opened(engine=engine, leg=leg, first=first)
 
-    @property
-    def _retain_s(self) -> float:
-        tags = self._call.tags
-        if tags.retain_s is None:
-            return self._services.config.retain_default_s
-        return tags.retain_s
-
     def _hints(
-        self, kind: str, *, source: str | None, retain_s: float, handover: bool = False
+        self, kind: str, *, source: str | None, retain_s: float | None, handover: bool = False
     ) -> EngineHints:
         tags = self._call.tags
         return EngineHints(

@@ -163,7 +163,7 @@ def _candidates(
         raise ApiError(
             503,
             f"No {side.value} engine serves the model {(request.model or '')[:200]!r} at "
-            "present. Try again.",
+            "present; GET /v1/models lists what is served.",
             kind=SERVER_ERROR,
             code="no_engine",
         )

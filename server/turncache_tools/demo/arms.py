@@ -88,7 +88,6 @@ def run_arm(rig: Rig, run: ArmRun, reference: Reference, watcher: Watcher) -> li
     reference's answers: an answer that left it at a tie is counted, not continued.
     """
     watcher.arm_begins(run.scene, run.arm, run.run)
-    warm_up(rig, run.salt, run.sizes.answer_tokens)
     previous: Answer | None = None
     rows: list[CallRow] = []
     for call in range(1, run.sizes.num_calls + 1):

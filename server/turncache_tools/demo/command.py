@@ -222,6 +222,9 @@ def _temporary_folder(*, keep_logs: bool) -> Iterator[Traces]:
     """Give everything that is started a temporary folder and a mark, and take both away."""
     folder = Path(tempfile.mkdtemp(prefix="turncache-demo-"))
     ours = {MARKER: secrets.token_hex(4), "TMPDIR": str(folder)}
+    # The engines are on this machine: a proxy that is configured for the network is not asked.
+    for name in ("no_proxy", "NO_PROXY"):
+        ours[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     traces = Traces(marker=ours[MARKER], folder=folder)

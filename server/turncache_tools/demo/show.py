@@ -150,6 +150,7 @@ class Show:
             self._arm(rig, Scene.PAIR, Arm.OFF, run)
 
     def _pair(self, rig: Rig) -> None:
+        warm_up(rig, f"{self._salt}-{Scene.PAIR}", _PROBE_ANSWER)
         for run in range(1, self._num_runs + 1):
             for arm in _in_turn(run, Arm.RETENTION, Arm.RETURN):
                 rig.set_return(enabled=arm is Arm.RETURN)

@@ -14,13 +14,15 @@ from typing import Final
 BLOCK_SIZE: Final = 32
 #: Requests of the other sessions, one at a time: short, so that their attention costs little,
 #: and two at once would set both engines of a pair against each other on a few cores.
-FLOOD_TOKENS: Final = 512
+FLOOD_TOKENS: Final = 320
 FLOOD_IN_FLIGHT: Final = 1
 #: Beyond this many cores so small a model gains nothing.
 _MOST_CORES: Final = 4
-#: Tokens that the chat template adds for one answer and one tool result, rounded up.
-_TEMPLATE_TOKENS: Final = 16
-_SLACK_TOKENS: Final = 64
+#: Tokens that the chat template adds to the first prompt, and to each answer with its tool
+#: result, both rounded up.
+_FIRST_TEMPLATE_TOKENS: Final = 16
+_TEMPLATE_TOKENS: Final = 11
+_SLACK_TOKENS: Final = 32
 #: Shares of the session that the least recently used policy loses at the end. A short session
 #: must lose more of it, because what every call costs anyway hides the difference.
 _SHARES: Final = (1.0, 0.8, 0.6, 0.45)
@@ -30,7 +32,7 @@ _SCALES: Final = (1.0, 0.85, 0.7, 0.6, 0.5)
 #: Costs that no size changes: the arms' warm-up calls and the last act's prefills.
 _LAST_ACT_TOKENS: Final = 4200
 #: What the second leg adds to a request of the others' on a pair.
-_HAND_OVER_S: Final = 0.4
+_HAND_OVER_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class Sizes:
     def last_prompt_tokens(self) -> int:
         """The longest prompt, as far as it can be told beforehand."""
         grown = self.result_tokens + self.answer_tokens + _TEMPLATE_TOKENS
-        return self.first_tokens + _TEMPLATE_TOKENS + (self.num_calls - 1) * grown
+        return self.first_tokens + _FIRST_TEMPLATE_TOKENS + (self.num_calls - 1) * grown
 
     @property
     def max_model_len(self) -> int:
@@ -171,7 +173,7 @@ def arm_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
 
 def _prefills_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
     grown = sizes.result_tokens + sizes.answer_tokens + _TEMPLATE_TOKENS
-    length = sizes.first_tokens + _TEMPLATE_TOKENS
+    length = sizes.first_tokens + _FIRST_TEMPLATE_TOKENS
     total = speed.prefill_s(0, length)
     for _ in range(sizes.num_calls - 1):
         kept = length

@@ -182,6 +182,7 @@ def request(
         block_hashes=[hash_of(first + i) for i in range(num_blocks)],
         num_prompt_tokens=num_blocks * BLOCK_SIZE + 1,
         num_computed_tokens=0,
+        num_tokens=num_blocks * BLOCK_SIZE + 2,
         num_preemptions=0,
         status="running",
     )

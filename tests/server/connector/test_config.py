@@ -203,9 +203,13 @@ def configs(groups: list[Any] | None = None, **changes: Any) -> tuple[Any, Any]:
         parallel_config=parallel,
         kv_transfer_config=SimpleNamespace(engine_id="prefill-0"),
         model_config=SimpleNamespace(
-            max_model_len=2048, is_encoder_decoder=changes.get("encoder", False)
+            max_model_len=2048,
+            is_encoder_decoder=changes.get("encoder", False),
+            enable_sleep_mode=changes.get("sleep", False),
+            enable_cumem_allocator=changes.get("cumem", False),
         ),
         speculative_config=changes.get("speculative"),
+        weight_transfer_config=changes.get("weight_transfer"),
     )
     kv_cache_config = SimpleNamespace(
         num_blocks=100, kv_cache_groups=[group()] if groups is None else groups
@@ -251,3 +255,20 @@ def test_a_weak_hash_is_no_ground_for_a_pull() -> None:
     facts = engine_facts(*configs(algo="xxhash_cbor"), vllm_version="0.32.0")
     assert facts.unsupported == ()
     assert any("collisions" in why for why in facts.unsupported_pull)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"sleep": True}, "sleep mode"),
+        ({"cumem": True}, "sleep mode"),
+        ({"weight_transfer": object()}, "weight transfer"),
+    ],
+)
+def test_memory_or_weights_that_change_below_it_are_no_ground_for_a_pull(
+    change: dict[str, Any], what: str
+) -> None:
+    """What is kept stays on its engine: peers could not tell what they read."""
+    facts = engine_facts(*configs(**change), vllm_version="0.32.0")
+    assert facts.unsupported == ()
+    assert any(what in why for why in facts.unsupported_pull)

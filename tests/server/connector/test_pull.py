@@ -101,7 +101,7 @@ def test_a_confirmed_read_is_handed_back_once(desk: Desk) -> None:
     assert desk.book.holding
     assert desk.step() == HandBack()
     desk.peers.verifies[0][1].set_result(confirms(6))
-    assert desk.step() == HandBack(add={R}, loaded_blocks=[10, 11, 12, 13, 14, 15])
+    assert desk.step() == HandBack(add={R}, loaded_blocks=[10, 11, 12, 13, 14, 15], num_verified=1)
     assert desk.request.num_computed_tokens == 6 * SIZE
     assert desk.reason is None
     assert desk.step() == HandBack()
@@ -209,6 +209,44 @@ def test_a_failed_read_is_not_tried_again(refused: bool, desk: Desk) -> None:
     desk.now_s += PEER_REST_S + 1
     assert desk.look() == 0
     assert len(desk.peers.peeks) == 1
+
+
+def test_what_came_before_the_offer_does_not_count_against_it(desk: Desk) -> None:
+    """A step may take longer than a pull: the first look and the answer lie a step apart."""
+    desk.start()
+    assert desk.look() is None
+    desk.answer(holds(6))
+    desk.now_s += 60.0
+    assert desk.look() == 6 * SIZE
+
+
+@pytest.mark.parametrize(("local_blocks", "held"), [(6, 6), (0, 0)])
+def test_where_there_is_nothing_to_pull_no_time_is_over(
+    local_blocks: int, held: int, desk: Desk
+) -> None:
+    """A request that waits for room with all it needs has no reason to give."""
+    desk.start()
+    desk.answer(holds(held))
+    for _ in range(3):
+        assert desk.look(local_blocks) == 0
+        desk.now_s += 60.0
+    assert desk.reason is None
+
+
+def test_a_peer_that_has_just_failed_another_read_is_not_read_from(desk: Desk) -> None:
+    """An offer that waited for room is dropped when its source stops delivering."""
+    desk.start()
+    desk.answer(holds(6))
+    assert desk.look() == 6 * SIZE
+    desk.book.start("r2", "s", "decode-0", HASHES, desk.now_s)
+    desk.answer(holds(6))
+    tokens = desk.book.look("r2", 0, desk.now_s)
+    assert tokens
+    blocks = [FakeBlock(30 + i) for i in range(6)]
+    desk.book.allocated(FakeRequest("r2"), blocks, tokens, MAP, desk.now_s)
+    desk.step(("r2",), ("r2",))
+    assert desk.look() == 0
+    assert desk.reason is Reason.SOURCE_GONE
 
 
 def test_an_offer_without_room_is_withdrawn(desk: Desk) -> None:

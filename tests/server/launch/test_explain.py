@@ -71,6 +71,18 @@ def test_the_cause_wins_over_what_follows_from_it() -> None:
     assert explain(lines, 2).what == "vLLM knows no such flag: --foo"
 
 
+def test_a_missing_part_of_vllm_is_not_a_missing_vllm() -> None:
+    """What vLLM itself only warns of is no cause; what our connector lacks is."""
+    benign = "WARNING Failed to import from vllm._C: No module named 'vllm._C'"
+    memory = "torch.OutOfMemoryError: CUDA out of memory"
+    assert explain([benign, memory], 1).what == "there is too little memory"
+    moved = "ModuleNotFoundError: No module named 'vllm.distributed.nixl_new'"
+    assert "vllm.distributed.nixl_new" in explain([moved], 1).what
+    renamed = "ImportError: cannot import name 'KVCacheBlocks' from 'vllm.v1.core' (/x.py)"
+    assert "vllm.v1.core" in explain([renamed], 1).what
+    assert "not installed" in explain(["No module named 'vllm'"], 1).what
+
+
 def test_a_kill_without_a_word_points_at_the_kernel() -> None:
     """Signal 9 leaves no log line."""
     assert "signal 9" in explain(["INFO working"], 137).what

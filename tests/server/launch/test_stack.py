@@ -170,9 +170,20 @@ def test_a_part_that_dies_while_serving_stops_the_stack(make_spec: MakeSpec, mar
 
 
 def test_an_engine_that_dies_in_the_warm_up_fails_the_start(make_spec: MakeSpec) -> None:
-    """The first call belongs to the start: whoever dies in it is named."""
-    with pytest.raises(EngineFault, match=r"single-0|warm-up"):
+    """The first call belongs to the start: whoever dies in it is named, with its last lines."""
+    with pytest.raises(EngineFault, match="a bad thing happened in the engine") as caught:
+        start(make_spec(engine_args=("--die-on-call",)), progress=quiet)
+    assert caught.value.engine == "single-0"
+
+
+def test_the_log_of_an_earlier_run_explains_nothing(make_spec: MakeSpec) -> None:
+    """The same folder is used again and again; only this run's lines count."""
+    refused = ("--fail", "api_server.py: error: unrecognized arguments: --foo")
+    with pytest.raises(ConfigError, match="knows no such flag"):
+        start(make_spec(engine_args=refused, router=False), progress=quiet)
+    with pytest.raises(EngineFault) as caught:
         start(make_spec(engine_args=("--die-on-call",), router=False), progress=quiet)
+    assert "knows no such flag" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "router"])

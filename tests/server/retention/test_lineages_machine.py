@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.server.retention.support import MACHINE, hashes
 from turncache_server.retention.lineages import Admission, ChainBlock, Limits, LineageTable, Signal
-from turncache_server.retention.policy import Cost, Deadline
+from turncache_server.retention.policy import POLICY_NAMES, policy_named
 
 NUM_BLOCKS = 64
 MAX_LINEAGES = 3
@@ -66,11 +66,11 @@ class LineageMachine(RuleBasedStateMachine):
         self.epoch = [1] * NUM_BLOCKS
         self.next_block = 0
 
-    @initialize(cost=st.booleans())
-    def choose_policy(self, cost: bool) -> None:
-        self.table = self.make_table(cost=cost)
+    @initialize(policy=st.sampled_from(POLICY_NAMES))
+    def choose_policy(self, policy: str) -> None:
+        self.table = self.make_table(policy)
 
-    def make_table(self, *, cost: bool = False) -> LineageTable:
+    def make_table(self, policy: str = "deadline") -> LineageTable:
         """A table with the machine's limits."""
         pool, tenant = self.budgets
         return LineageTable(
@@ -83,7 +83,7 @@ class LineageMachine(RuleBasedStateMachine):
                 handover_s=HANDOVER_S,
                 max_lineages=MAX_LINEAGES,
             ),
-            Cost() if cost else Deadline(),
+            policy_named(policy),
         )
 
     def use(self) -> int:

@@ -142,7 +142,9 @@ async def test_a_call_on_one_engine_retains_by_default(single: Single) -> None:
     (seen,) = single.engine.seen
     hints = EngineHints.from_xargs(seen.xargs, trusted=True)
     assert hints is not None
-    assert (hints.call, hints.retain_s, hints.source) == ("single", 120.0, None)
+    assert (hints.call, hints.retain_s, hints.source) == ("single", None, None), (
+        "the engine's own default"
+    )
     record = await single.bench.record(answer)
     assert record["state"] == "done"
     assert record["plan"] == "single"
@@ -169,7 +171,7 @@ async def test_with_returns_off_prefill_keeps_the_session(pair: Pair) -> None:
     assert (outcome.plan, outcome.reason) == (Plan.COLD, Reason.DISABLED)
     hints = EngineHints.from_xargs(pair.prefill.seen[0].xargs, trusted=True)
     assert hints is not None
-    assert (hints.source, hints.retain_s) == (None, 120.0)
+    assert (hints.source, hints.retain_s) == (None, None)
 
 
 async def test_a_final_call_is_forgotten(pair: Pair) -> None:

@@ -24,13 +24,13 @@ def test_a_file_with_flags_on_top(tmp_path: Path) -> None:
     """Flags win over the file, the file over the defaults."""
     path = tmp_path / "router.toml"
     path.write_text(
-        "port = 9000\nretain_default_s = 60\nreturn_enabled = false\n"
+        "port = 9000\nping_s = 60\nreturn_enabled = false\n"
         '[[engines]]\nname = "p"\nside = "prefill"\nurl = "http://127.0.0.1:8101"\n'
         'engine_id = "prefill-0"\ncontrol = "tcp://127.0.0.1:5801"\n'
         '[[engines]]\nname = "d"\nside = "decode"\nurl = "http://127.0.0.1:8201/"\n'
     )
     config = load_config(path, {"port": 9001})
-    assert (config.port, config.retain_default_s, config.return_enabled) == (9001, 60.0, False)
+    assert (config.port, config.ping_s, config.return_enabled) == (9001, 60.0, False)
     assert config.engines[0].engine_id == "prefill-0"
     assert config.engines[0].control == "tcp://127.0.0.1:5801"
     assert (config.engines[1].engine_id, config.engines[1].side) == ("d", Side.DECODE)
@@ -46,7 +46,7 @@ def test_a_file_with_flags_on_top(tmp_path: Path) -> None:
         ({"port": 70000}, "port", "70000.*from 0 to 65535"),
         ({"admin": 1}, "admin", "true or false"),
         ({"on_disconnect": "keep"}, "on_disconnect", "'keep'.*cancel, drain"),
-        ({"retain_default_s": 4000}, "retain_default_s", "from 0 to 3600"),
+        ({"ping_s": 4000}, "ping_s", "from 0 to 3600"),
         ({"idle_timeout_s": "x"}, "idle_timeout_s", "a number"),
         ({"max_attempts": 0}, "max_attempts", "from 1"),
         ({"host": 1}, "host", "text"),
