@@ -55,13 +55,15 @@ class Cost:
 
     The cost of a block is linear in the tokens before it (attention) with a constant part
     (everything else), so it rises with the lineage's length. An overdue lineage is expected
-    as much later as it has already waited; so is one without an expectation, but not before
-    ``unknown_s``, or whoever says nothing would seem to be back sooner than who says when.
+    as much later as it has already waited. One without an expectation is expected after
+    ``unknown_s`` more than that, as by the mean residual life of a Lomax distribution:
+    whoever says nothing does not seem to be back sooner than who says when, and among those
+    the longest silent goes first.
 
     Args:
         doubling_blocks: length at which attention costs as much as everything else.
         soonest_s: expectations below this are not told apart.
-        unknown_s: the shortest wait assumed of a lineage without an expectation.
+        unknown_s: the wait assumed of a lineage without an expectation that has just ended.
     """
 
     name: ClassVar[str] = "cost"
@@ -86,7 +88,7 @@ class Cost:
         expected_at_s = lineage.expected_at_s
         waited_s = now_s - lineage.finished_at_s
         if expected_at_s is None:
-            return max(self._unknown_s, waited_s)
+            return self._unknown_s + waited_s
         return expected_at_s - now_s if expected_at_s > now_s else waited_s
 
 

@@ -1,6 +1,6 @@
 """The other sessions: what passes through the caches while the agent's tool runs.
 
-Every wait of every arm gets the same texts, under salts that no other request has: nothing
+A wait gets the same texts in every arm, under salts that no other request has: nothing
 of it can be reused, and all arms carry the same load.
 """
 
@@ -33,7 +33,7 @@ class Flood:
 
     Args:
         texts: prompts; each is used as often as needed.
-        num_requests: requests in one wait.
+        waits: requests in each wait.
         num_in_flight: requests at a time.
         clock: monotonic seconds.
     """
@@ -42,12 +42,12 @@ class Flood:
         self,
         texts: Sequence[str],
         *,
-        num_requests: int,
+        waits: Sequence[int],
         num_in_flight: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._texts = tuple(texts)
-        self._num_requests = num_requests
+        self._waits = tuple(waits)
         self._num_in_flight = num_in_flight
         self._clock = clock
 
@@ -60,7 +60,7 @@ class Flood:
             salt: of the arm.
         """
         started_s = self._clock()
-        first = (wait - 1) * self._num_requests
+        first, num_requests = sum(self._waits[: wait - 1]), self._waits[wait - 1]
 
         def one(number: int) -> int:
             text = self._texts[(first + number) % len(self._texts)]
@@ -69,7 +69,7 @@ class Flood:
 
         pool = ThreadPoolExecutor(self._num_in_flight, thread_name_prefix="others")
         try:
-            num_tokens = sum(pool.map(one, range(self._num_requests)))
+            num_tokens = sum(pool.map(one, range(num_requests)))
         finally:
             # After an interrupt nobody waits for what has not begun.
             pool.shutdown(wait=False, cancel_futures=True)

@@ -44,6 +44,11 @@ class Step:
     question: str
 
     @property
+    def takes(self) -> float:
+        """How long the tool takes, relative to the longest."""
+        return 1.0 if self.tool == "search" else 1 / 3
+
+    @property
     def shown(self) -> str:
         """The use in one line, for people."""
         return f"{self.tool} {' '.join(str(value) for value in self.arguments.values())}"
@@ -63,8 +68,8 @@ STEPS: Final = (
     _step("read_file", "What is bisect.py for?", path="bisect.py"),
     _step("list_folder", "What is in the folder email?", path="email"),
     _step("read_file", "What does tempfile.py provide?", path="tempfile.py"),
-    _step("search", "What can shutil.py do?", word='"""', path="shutil.py"),
     _step("read_file", "What is secrets.py for?", path="secrets.py"),
+    _step("search", "What can shutil.py do?", word='"""', path="shutil.py"),
 )
 
 

@@ -178,7 +178,7 @@ class Show:
         sizes = self.shown.sizes[scene]
         flood = Flood(
             self._texts.others,
-            num_requests=sizes.flood_requests,
+            waits=sizes.flood_waits,
             num_in_flight=FLOOD_IN_FLIGHT,
         )
         arm_run = ArmRun(
@@ -241,9 +241,9 @@ class Show:
         )
         self.shown.sizes[scene] = sizes
         self._stage.notes(
-            f"In every wait {sizes.flood_requests} other sessions bring about "
-            f"{sizes.flood_requests * FLOOD_TOKENS:,} tokens through a pool of "
-            f"{sizes.pool_tokens:,}."
+            f"In a long wait {max(sizes.flood_waits)} other sessions bring about "
+            f"{max(sizes.flood_waits) * FLOOD_TOKENS:,} tokens through a pool of "
+            f"{sizes.pool_tokens:,}, in a short one {min(sizes.flood_waits)}."
         )
 
     def _measured(self, rig: Rig, salt: str) -> Speed:

@@ -7,9 +7,12 @@ both are said. On a machine that prefills 800 tokens/s per core nothing is cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
+
+from turncache_tools.demo.script import STEPS
 
 BLOCK_SIZE: Final = 32
 #: Requests of the other sessions, one at a time: short, so that their attention costs little,
@@ -25,9 +28,9 @@ _TEMPLATE_TOKENS: Final = 11
 _SLACK_TOKENS: Final = 32
 #: Shares of the session that the least recently used policy loses at the end. A short session
 #: must lose more of it, because what every call costs anyway hides the difference.
-_SHARES: Final = (1.0, 0.8, 0.6, 0.45)
+_SHARES: Final = (1.0, 0.85, 0.7, 0.55)
 _SHORT_TOKENS: Final = 3000
-_LEAST_SHARE_SHORT: Final = 0.6
+_LEAST_SHARE_SHORT: Final = 0.7
 _SCALES: Final = (1.0, 0.85, 0.7, 0.6, 0.5)
 #: Costs that no size changes: the arms' warm-up calls and the last act's prefills.
 _LAST_ACT_TOKENS: Final = 4200
@@ -44,8 +47,8 @@ class Sizes:
         first_tokens: first prompt, without the template.
         result_tokens: one tool result.
         answer_tokens: longest answer.
-        lost_share: the other sessions bring so much in one wait that the least recently used
-            policy loses this share of the last prompt; 1 turns the whole pool over.
+        lost_share: the other sessions bring so much in a long wait that the least recently
+            used policy loses this share of the last prompt; 1 turns the whole pool over.
         scale: lengths relative to what was asked for.
     """
 
@@ -78,10 +81,12 @@ class Sizes:
         return self.max_model_len // BLOCK_SIZE + in_flight + 1
 
     @property
-    def flood_requests(self) -> int:
-        """Requests of other sessions in one wait."""
+    def flood_waits(self) -> tuple[int, ...]:
+        """Requests of other sessions in each wait: as many as the tool takes long."""
         kept = (1 - self.lost_share) * self.last_prompt_tokens
-        return -(-int(self.pool_tokens - kept) // FLOOD_TOKENS)
+        longest = math.ceil((self.pool_tokens - kept) / FLOOD_TOKENS)
+        steps = STEPS[-(self.num_calls - 1) :]
+        return tuple(max(1, round(step.takes * longest)) for step in steps)
 
     @property
     def pool_tokens(self) -> int:
@@ -165,8 +170,7 @@ def fitted_speed(short: tuple[int, float], long: tuple[int, float], *, decode_s:
 
 def arm_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
     """Estimate the seconds of one arm: calls, and the others' traffic between them."""
-    waits = sizes.num_calls - 1
-    flood_s = waits * sizes.flood_requests * speed.prefill_s(0, FLOOD_TOKENS)
+    flood_s = sum(sizes.flood_waits) * speed.prefill_s(0, FLOOD_TOKENS)
     answers_s = sizes.num_calls * sizes.answer_tokens * speed.decode_s
     return flood_s + answers_s + _prefills_s(sizes, speed, reuses=reuses)
 
@@ -175,12 +179,12 @@ def _prefills_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
     grown = sizes.result_tokens + sizes.answer_tokens + _TEMPLATE_TOKENS
     length = sizes.first_tokens + _FIRST_TEMPLATE_TOKENS
     total = speed.prefill_s(0, length)
-    for _ in range(sizes.num_calls - 1):
+    for requests in sizes.flood_waits:
         kept = length
         if not reuses:
             # The others first replace what is older than the session, then its tail.
             older = sizes.pool_tokens - length
-            lost = sizes.flood_requests * FLOOD_TOKENS - older
+            lost = requests * FLOOD_TOKENS - older
             kept = length - min(length, max(0, lost))
         length += grown
         total += speed.prefill_s(kept, length)
@@ -199,7 +203,7 @@ def demo_s(sizes: Sizes, speed: Speed, *, num_cores: int, num_runs: int, start_s
     """
     shared = speed.on_cores(num_cores)
     off, on = arm_s(sizes, shared, reuses=False), arm_s(sizes, shared, reuses=True)
-    hand_overs_s = 3 * (sizes.num_calls - 1) * sizes.flood_requests * _HAND_OVER_S
+    hand_overs_s = 3 * sum(sizes.flood_waits) * _HAND_OVER_S
     last_act = _LAST_ACT_TOKENS * shared.prefill_s(0, 1000) / 1000
     return 2 * start_s + num_runs * (2 * off + 3 * on + hand_overs_s) + last_act
 

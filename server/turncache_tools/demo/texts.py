@@ -41,7 +41,7 @@ class Texts:
 
 def prepare(tools: Tools, sizes: Sizes, count: CountTokens) -> Texts:
     """Cut the agent's and the others' texts to size."""
-    steps = STEPS[: sizes.num_calls - 1]
+    steps = STEPS[-(sizes.num_calls - 1) :]
     fixed = count(f"{SYSTEM}\n{TASK}\n{FIRST_QUESTION}")
     material = Material(
         first=cut(first_text(tools), sizes.first_tokens - fixed, count),

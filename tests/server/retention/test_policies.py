@@ -38,13 +38,23 @@ def test_cost_gives_up_first_what_is_cheap_to_compute() -> None:
     assert Cost().value(short, 5) < Cost().value(long, 5)
 
 
-@pytest.mark.parametrize("expected_at_s", [10.0, None], ids=["overdue", "never expected"])
+@pytest.mark.parametrize(
+    ("expected_at_s", "later_s"), [(10.0, 40), (None, 70)], ids=["overdue", "never expected"]
+)
 def test_who_is_overdue_is_expected_as_much_later_as_it_has_waited(
-    expected_at_s: float | None,
+    expected_at_s: float | None, later_s: float
 ) -> None:
-    """After 40 s of waiting it is worth as much as one expected in 40 s."""
+    """After 40 s of waiting it is worth as much as one expected in 40 s; the silent wait more."""
     waited = Lineage(expected_at_s=expected_at_s)
-    assert Cost().value(waited, 40) == Cost().value(Lineage(expected_at_s=80), 40)
+    expected = Lineage(expected_at_s=40 + later_s)
+    assert Cost(unknown_s=30).value(waited, 40) == Cost(unknown_s=30).value(expected, 40)
+
+
+def test_of_two_that_say_nothing_the_longer_silent_goes_first() -> None:
+    """Even when it is the longer one: as under the least recently used rule."""
+    silent = Lineage(wanted_blocks=60, finished_at_s=0)
+    fresh = Lineage(wanted_blocks=30, finished_at_s=15)
+    assert Cost().value(silent, 20) < Cost().value(fresh, 20)
 
 
 def test_a_policy_is_found_by_its_name() -> None:

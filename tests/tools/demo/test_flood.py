@@ -50,7 +50,7 @@ class Recorder:
 
 def pour(recorder: Recorder, *, wait: int = 1, salt: str = "a", num: int = 4) -> Flooded:
     """Fill once."""
-    flood = Flood(TEXTS, num_requests=num, num_in_flight=2)
+    flood = Flood(TEXTS, waits=(num,) * wait, num_in_flight=2)
     return flood.pour(recorder, wait=wait, salt=salt)
 
 

@@ -49,7 +49,7 @@ def test_slower_machines_get_less_and_never_more() -> None:
     whole = [sizes.lost_share for sizes in found if sizes.scale == 1]
     assert whole == sorted(whole, reverse=True)
     assert found[-1] == list(candidates(FULL))[-1]
-    assert all(sizes.lost_share <= 0.6 for sizes in found if sizes.scale < 1)
+    assert all(sizes.lost_share <= 0.7 for sizes in found if sizes.scale < 1)
 
 
 @given(factor=st.floats(0.1, 10), limit_s=st.floats(100, 5000))
@@ -73,9 +73,9 @@ def test_a_pool_holds_a_session_and_the_others_in_flight(sizes: Sizes) -> None:
 @pytest.mark.parametrize("sizes", ALL_SIZES)
 def test_the_others_push_most_of_the_session_out_at_the_end(sizes: Sizes) -> None:
     """Least recently used first: older blocks go before the session's tail."""
-    brought = sizes.flood_requests * FLOOD_TOKENS
+    brought = sizes.flood_waits[-1] * FLOOD_TOKENS
     lost = brought - (sizes.pool_tokens - sizes.last_prompt_tokens)
-    least = 0.45 if sizes.last_prompt_tokens > 3000 else 0.6
+    least = 0.55 if sizes.last_prompt_tokens > 3000 else 0.7
     assert lost >= least * sizes.last_prompt_tokens
 
 
@@ -119,7 +119,7 @@ def test_traffic_gets_lighter_when_the_engine_is_slower_than_guessed() -> None:
     heavy = lighter(FULL, speed(0.5), num_off=1, num_on=1, limit_s=1000)
     light = lighter(FULL, speed(4), num_off=1, num_on=1, limit_s=100)
     assert heavy == FULL
-    assert light.lost_share == 0.45
+    assert light.lost_share == 0.55
     assert light.num_blocks == FULL.num_blocks
 
 
