@@ -33,7 +33,7 @@ from turncache_tools.shell import CHECK_FAILED, INTERRUPTED, OK, USAGE, exit_cod
 _FULL_MINUTES: Final = 9.0
 _QUICK_MINUTES: Final = 3.0
 #: A stack on two cores, before one has been started here.
-_GUESSED_START_S: Final = 65.0
+_GUESSED_START_S: Final = 95.0
 _LOGS: Final = Path("build", "demo-logs")
 
 

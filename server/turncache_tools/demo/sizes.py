@@ -34,6 +34,10 @@ _LEAST_SHARE_SHORT: Final = 0.7
 _SCALES: Final = (1.0, 0.85, 0.7, 0.6, 0.5)
 #: Costs that no size changes: the arms' warm-up calls and the last act's prefills.
 _LAST_ACT_TOKENS: Final = 4200
+#: Template, tokenizer, HTTP and the step of at least one block, in generated tokens' time.
+_CALL_TOKENS: Final = 3
+#: Warm-ups, probes, and memory that comes back slowly after the engines' long start.
+_AROUND_S: Final = 60.0
 #: What the second leg adds to a request of the others' on a pair.
 _HAND_OVER_S: Final = 0.2
 
@@ -171,7 +175,7 @@ def fitted_speed(short: tuple[int, float], long: tuple[int, float], *, decode_s:
 def arm_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
     """Estimate the seconds of one arm: calls, and the others' traffic between them."""
     flood_s = sum(sizes.flood_waits) * speed.prefill_s(0, FLOOD_TOKENS)
-    answers_s = sizes.num_calls * sizes.answer_tokens * speed.decode_s
+    answers_s = sizes.num_calls * (sizes.answer_tokens + _CALL_TOKENS) * speed.decode_s
     return flood_s + answers_s + _prefills_s(sizes, speed, reuses=reuses)
 
 
@@ -205,7 +209,8 @@ def demo_s(sizes: Sizes, speed: Speed, *, num_cores: int, num_runs: int, start_s
     off, on = arm_s(sizes, shared, reuses=False), arm_s(sizes, shared, reuses=True)
     hand_overs_s = 3 * sum(sizes.flood_waits) * _HAND_OVER_S
     last_act = _LAST_ACT_TOKENS * shared.prefill_s(0, 1000) / 1000
-    return 2 * start_s + num_runs * (2 * off + 3 * on + hand_overs_s) + last_act
+    arms_s = num_runs * (2 * off + 3 * on + hand_overs_s)
+    return 2 * start_s + _AROUND_S + arms_s + last_act
 
 
 def candidates(asked: Sizes) -> Iterator[Sizes]:
