@@ -1,4 +1,4 @@
-"""Sources that break one rule each: the soak must notice every one of them."""
+"""Sources that break one rule each; the soak has to notice."""
 
 from __future__ import annotations
 
@@ -20,20 +20,6 @@ class NoEpochInVerify(Source):
         return VerifyReply(start_id=self.start_id, generation=generation, valid=valid)
 
 
-class FlagBeforeEpoch(Source):
-    """Reads a written flag first and the epoch last: overtaken, they are of two times."""
-
-    def _written(self, chain_hash: bytes) -> tuple[int, int] | None:
-        key = chain_hash + GROUP_SUFFIX
-        for block in holders(self._map, key):
-            block_id = block.block_id
-            ledger = self._ledger
-            written = ledger.written[block_id] == ledger.epoch[block_id]
-            if written and block.block_hash == key:
-                return block_id, ledger.epoch[block_id]
-        return None
-
-
 class NoMark(Source):
     """Takes a hash for written KV: vLLM lists a block before its forward pass."""
 
@@ -43,6 +29,3 @@ class NoMark(Source):
             if block.block_hash == key:
                 return block.block_id, self._ledger.epoch[block.block_id]
         return None
-
-
-MUTANTS = (NoEpochInVerify, FlagBeforeEpoch, NoMark)

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import pytest
 
+from tests.builders import WrongKV
+from tests.scheduler.mutants import NoEpochInVerify, NoMark
 from tests.scheduler.soak import Soak
+from turncache_server.connector.source import Source
 
 EVENTS = 600
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_nothing_is_ever_computed_wrong(seed: int) -> None:
     """Aborts, preemptions, resets, late and lost transfers: every use finds what it expects."""
+    soak = Soak(seed)
+    try:
+        soak.run(EVENTS)
+    finally:
+        soak.world.close()
+
+
+@pytest.mark.parametrize(
+    ("mutant", "seed"),
+    [(NoEpochInVerify, 5), (NoEpochInVerify, 13), (NoMark, 273), (NoMark, 1377)],
+)
+def test_a_source_that_breaks_a_rule_is_noticed(mutant: type[Source], seed: int) -> None:
+    """With the epoch or the mark left out, the same events end in wrong KV."""
+    soak = Soak(seed, mutant=mutant)
+    try:
+        with pytest.raises(WrongKV):
+            soak.run(EVENTS)
+    finally:
+        soak.world.close()
     soak = Soak(seed)
     try:
         soak.run(EVENTS)

@@ -227,7 +227,7 @@ def _temporary_folder(*, keep_logs: bool) -> Iterator[Traces]:
         ours[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
-    traces = Traces(marker=ours[MARKER], folder=folder)
+    traces = Traces(marker=ours[MARKER], folder=folder, since_ns=folder.stat().st_ctime_ns)
     try:
         yield traces
     except BaseException:

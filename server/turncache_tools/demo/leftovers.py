@@ -52,12 +52,15 @@ class Traces:
         folder: temporary folder of the demo's own.
         proc: where the kernel shows processes.
         term_wait_s: seconds between TERM and KILL; longer than the launcher's own patience.
+        since_ns: what was last changed before, in the file system's time, was there already:
+            an environment may be installed below a temporary folder.
     """
 
     marker: str
     folder: Path
     proc: Path = Path("/proc")
     term_wait_s: float = 8.0
+    since_ns: int = 0
     _sockets: dict[str, int] = field(default_factory=dict)
     _files: set[str] = field(default_factory=set)
 
@@ -68,8 +71,15 @@ class Traces:
             for target in self._open_files(pid):
                 if target in listening:
                     self._sockets[target] = listening[target]
-                elif target.startswith(_TEMPORARY) and not target.startswith(f"{self.folder}/"):
+                elif self._is_temporary(target):
                     self._files.add(target)
+
+    def _is_temporary(self, path: str) -> bool:
+        if not path.startswith(_TEMPORARY) or path.startswith(f"{self.folder}/"):
+            return False
+        with suppress(OSError):
+            return Path(path).stat().st_ctime_ns >= self.since_ns
+        return False
 
     def left(self) -> Leftovers:
         """Return what is there now that everything should be gone."""

@@ -144,11 +144,11 @@ class Speed:
 #: SmolLM2-135M: 106 M weights in matrix products per token, 30 layers of 576.
 _GFLOP_PER_TOKEN: Final = 0.212
 _GFLOP_PER_PAIR: Final = 4 * 576 * 30 / 1e9
-#: Measured with vLLM 0.32: share of a plain matrix product's speed that its prefill reaches
-#: in the products and in attention, and share of a plain read's speed while it generates.
-_PRODUCT_SHARE: Final = 0.85
-_ATTENTION_SHARE: Final = 0.5
-_READ_SHARE: Final = 0.33
+#: Measured with vLLM 0.32 over minutes: share of a plain matrix product's best speed that its
+#: prefill reaches in the products and in attention, and of a plain read's while it generates.
+_PRODUCT_SHARE: Final = 0.7
+_ATTENTION_SHARE: Final = 0.4
+_READ_SHARE: Final = 0.3
 _WEIGHTS_GB: Final = 0.54
 
 

@@ -132,6 +132,20 @@ def test_files_in_shared_memory_are_left(
     assert traces.left().files == (str(mapped), str(opened))
 
 
+def test_what_was_there_before_is_not_left(
+    traces: Traces, proc: FakeProc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment below a temporary folder is mapped by every process, and stays."""
+    library = tmp_path / "shm" / "library.so"
+    library.parent.mkdir()
+    library.write_bytes(b"x")
+    monkeypatch.setattr("turncache_tools.demo.leftovers._TEMPORARY", (f"{library.parent}/",))
+    proc.process(7, "m1", str(library))
+    traces.since_ns = library.stat().st_ctime_ns + 1
+    traces.note()
+    assert traces.left().files == ()
+
+
 def test_the_demos_own_folder_is_left(proc: FakeProc, tmp_path: Path) -> None:
     """It holds what its processes wrote to TMPDIR."""
     folder = tmp_path / "own"
