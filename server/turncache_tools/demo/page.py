@@ -104,7 +104,7 @@ def page(report: Report) -> str:
             f"instead of {_seconds(pair.baseline)}"
         ),
         subtitle=escape(
-            f"An agent's {num_calls} calls. While each of its tools runs, other sessions flood the "
+            f"An agent's {num_calls} calls. While its tools run, for a short or a long time, other sessions flood the "
             f"caches. Time to first token in seconds{runs}."
         ),
         failed=f'<p class="failed">Failed: {escape(", ".join(failed))}</p>' if failed else "",

@@ -82,10 +82,12 @@ def hardware_line(report: Report) -> str:
 
 
 def load_line(report: Report, scene: Scene) -> str:
-    """Say what passes through the caches in one wait."""
+    """Say what passes through the caches in a short wait and in a long one."""
     sizes = report.sizes[scene]
-    tokens = max(row.others_tokens for row in report.rows if row.scene is scene)
-    return f"others bring {tokens:,} tokens per wait, a pool holds {sizes.pool_tokens:,}"
+    waits = [row.others_tokens for row in report.rows if row.scene is scene and row.call > 1]
+    least, most = min(waits), max(waits)
+    spread = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    return f"others bring {spread} tokens in a wait, a pool holds {sizes.pool_tokens:,}"
 
 
 def scale_line(report: Report) -> str | None:

@@ -67,7 +67,7 @@ def test_the_page_says_what_was_measured_on_what() -> None:
     assert "2 cores of Some CPU" in html
     assert "A GPU's numbers differ" in html.replace("&#x27;", "'")
     assert "from the deleted document" in html
-    assert "others bring 3,840 tokens per wait" in html
+    assert "others bring 3,840 tokens in a wait" in html
 
 
 def test_answers_are_text_and_never_markup() -> None:
