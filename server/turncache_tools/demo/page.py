@@ -104,8 +104,8 @@ def page(report: Report) -> str:
             f"instead of {_seconds(pair.baseline)}"
         ),
         subtitle=escape(
-            f"An agent's {num_calls} calls. While its tools run, for a short or a long time, other sessions flood the "
-            f"caches. Time to first token in seconds{runs}."
+            f"An agent's {num_calls} calls. While its tools run, for a short or a long time, other "
+            f"sessions flood the caches. Time to first token in seconds{runs}."
         ),
         failed=f'<p class="failed">Failed: {escape(", ".join(failed))}</p>' if failed else "",
         charts="\n".join(_chart(report, scene) for scene in Scene),
