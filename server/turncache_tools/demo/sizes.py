@@ -103,8 +103,11 @@ class Sizes:
             self,
             first_tokens=round(self.first_tokens * scale),
             result_tokens=round(self.result_tokens * scale),
-            # A sentence needs a few words, however slow they come.
-            answer_tokens=max(min(self.answer_tokens, 12), round(self.answer_tokens * scale)),
+            # Half a block: a shorter answer rarely fills the one that it begins in, and then
+            # nothing of it can be returned.
+            answer_tokens=max(
+                min(self.answer_tokens, BLOCK_SIZE // 2), round(self.answer_tokens * scale)
+            ),
             scale=scale,
         )
 
