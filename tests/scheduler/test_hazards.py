@@ -307,16 +307,18 @@ def test_hazard8_what_is_kept_never_makes_a_request_preempt_itself(held: World) 
 # --- the second attack -------------------------------------------------------------------
 
 
+SPECULATIVE = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+
+
 def test_second_draft_rejected_drafts_switch_the_extension_off() -> None:
     """Drafts rewrite blocks: unsupported, in one line, and the engine runs as stock."""
-    speculative = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
     with world() as made:
-        engine = Engine(made, peers=[], speculative_config=speculative)
+        engine = Engine(made, peers=[], speculative_config=SPECULATIVE)
         assert engine.extension.broken is not None
         assert "rejected drafts rewrite blocks" in engine.extension.broken
         assert engine.extension.source is None
@@ -324,14 +326,8 @@ def test_second_draft_rejected_drafts_switch_the_extension_off() -> None:
 
 def test_second_draft_epochs_rise_under_rejected_drafts() -> None:
     """Marks by slots alone would be up over a rejected draft: our ledger's are not."""
-    speculative = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
     with world() as made:
-        engine = Engine(made, connector=None, speculative_config=speculative)
+        engine = Engine(made, connector=None, speculative_config=SPECULATIVE)
         scheduler: Scheduler = engine.scheduler
         ledger, tracker = Ledger(engine.num_blocks), StepTracker(BLOCK)
         request = engine.add("r", tokens(4 * BLOCK - 3), max_tokens=30)

@@ -12,14 +12,19 @@ from turncache_server.connector.source import Source
 EVENTS = 600
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_nothing_is_ever_computed_wrong(seed: int) -> None:
-    """Aborts, preemptions, resets, late and lost transfers: every use finds what it expects."""
-    soak = Soak(seed)
+def run(seed: int, mutant: type[Source] | None = None) -> None:
+    """Run one seed to its end."""
+    soak = Soak(seed, mutant=mutant)
     try:
         soak.run(EVENTS)
     finally:
         soak.world.close()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_nothing_is_ever_computed_wrong(seed: int) -> None:
+    """Aborts, preemptions, resets, late and lost transfers: every use finds what it expects."""
+    run(seed)
 
 
 @pytest.mark.parametrize(
@@ -28,14 +33,6 @@ def test_nothing_is_ever_computed_wrong(seed: int) -> None:
 )
 def test_a_source_that_breaks_a_rule_is_noticed(mutant: type[Source], seed: int) -> None:
     """With the epoch or the mark left out, the same events end in wrong KV."""
-    soak = Soak(seed, mutant=mutant)
-    try:
-        with pytest.raises(WrongKV):
-            soak.run(EVENTS)
-    finally:
-        soak.world.close()
-    soak = Soak(seed)
-    try:
-        soak.run(EVENTS)
-    finally:
-        soak.world.close()
+    with pytest.raises(WrongKV):
+        run(seed, mutant)
+    run(seed)

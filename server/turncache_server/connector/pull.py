@@ -225,16 +225,16 @@ class PullBook:
             pull.first_look_s = now_s
             if now_s - pull.asked_at_s > PEEK_AGE_S:
                 self._ask(pull, now_s)
-        if pull.state is PullState.PEEKING and self._still_asking(pull, now_s):
+        waited_s = now_s - pull.first_look_s
+        if pull.state is PullState.PEEKING and self._still_asking(pull, waited_s, now_s):
             return None
         return self._offer(pull, local_tokens, now_s)
 
-    def _still_asking(self, pull: Pull, now_s: float) -> bool:
+    def _still_asking(self, pull: Pull, waited_s: float, now_s: float) -> bool:
         """Take the peek's answer when there is one, and say whether to wait on."""
         if pull.peek is None or pull.peek.done():
             self._take_answer(pull, now_s)
             return False
-        waited_s = 0.0 if pull.first_look_s is None else now_s - pull.first_look_s
         # Behind a peer that has just failed others nobody waits any longer.
         if waited_s < PEEK_WAIT_S and not self._rests(pull.peer, now_s):
             return True

@@ -159,7 +159,7 @@ class StackSpec:
             if flag.replace("_", "-") in _FURTHER_PARALLEL:
                 value = value or "".join(self.engine_args[at + 1 : at + 2])
                 # What is no number vLLM itself refuses.
-                size *= int(value) if value.isdigit() and int(value) else 1
+                size *= max(1, int(value)) if value.isdigit() else 1
         return size
 
     @property

@@ -73,6 +73,11 @@ STEPS: Final = (
 )
 
 
+def last_steps(num_calls: int) -> tuple[Step, ...]:
+    """Return the steps of a task of ``num_calls`` calls; a short one ends as the whole does."""
+    return STEPS[len(STEPS) - (num_calls - 1) :]
+
+
 class Tools:
     """The agent's tools, on one folder.
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from turncache_tools.demo.script import STEPS
+from turncache_tools.demo.script import last_steps
 
 BLOCK_SIZE: Final = 32
 #: Requests of the other sessions, one at a time: short, so that their attention costs little,
@@ -89,7 +89,7 @@ class Sizes:
         """Requests of other sessions in each wait: as many as the tool takes long."""
         kept = (1 - self.lost_share) * self.last_prompt_tokens
         longest = math.ceil((self.pool_tokens - kept) / FLOOD_TOKENS)
-        steps = STEPS[-(self.num_calls - 1) :]
+        steps = last_steps(self.num_calls)
         return tuple(max(1, round(step.takes * longest)) for step in steps)
 
     @property

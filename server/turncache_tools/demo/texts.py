@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from turncache_tools.demo.history import Material, tool_message
 from turncache_tools.demo.script import (
     FIRST_QUESTION,
-    STEPS,
     SYSTEM,
     TASK,
     Step,
     Tools,
     cut,
     first_text,
+    last_steps,
     other_text,
 )
 from turncache_tools.demo.sizes import FLOOD_TOKENS, Sizes
@@ -41,7 +41,7 @@ class Texts:
 
 def prepare(tools: Tools, sizes: Sizes, count: CountTokens) -> Texts:
     """Cut the agent's and the others' texts to size."""
-    steps = STEPS[-(sizes.num_calls - 1) :]
+    steps = last_steps(sizes.num_calls)
     fixed = count(f"{SYSTEM}\n{TASK}\n{FIRST_QUESTION}")
     material = Material(
         first=cut(first_text(tools), sizes.first_tokens - fixed, count),
