@@ -63,6 +63,8 @@ class StackSpec:
         decode: number of decode engines.
         kind: ``turncache``; for comparison ``nixl`` (stock disaggregation),
             ``nixl-bidirectional`` (stock with returns) or ``plain`` (stock, one engine).
+        stock_returns: engines of kind ``nixl-bidirectional`` that have the flag; all by default.
+            Without it a stock decode engine keeps nothing of a call that has ended.
         served_name: name of the model in the API; by default the hub name, or the folder's
             last part.
         host: address that clients reach; engines behind a router stay on loopback.
@@ -102,6 +104,7 @@ class StackSpec:
     prefill: int = 0
     decode: int = 0
     kind: Kind = "turncache"
+    stock_returns: tuple[str, ...] = ()
     served_name: str | None = None
     host: str = "127.0.0.1"
     router_port: int = 8000
@@ -132,6 +135,7 @@ class StackSpec:
         """Refuse what cannot work, before anything starts."""
         self._check_words()
         self._check_counts()
+        self._check_stock_returns()
         self._check_ports()
         self._check_engine_args()
 
@@ -149,6 +153,12 @@ class StackSpec:
     def has_router(self) -> bool:
         """A router stands in front of the engines."""
         return self.router and self.is_ours
+
+    def returns_stock(self, name: str) -> bool:
+        """Say whether an engine has vLLM's own ``bidirectional_kv_xfer``."""
+        return self.kind == "nixl-bidirectional" and (
+            not self.stock_returns or name in self.stock_returns
+        )
 
     @property
     def gpus_per_engine(self) -> int:
@@ -222,6 +232,16 @@ class StackSpec:
                 f"{len(self.devices)} entries for {len(self.members)} engines "
                 f"({', '.join(name for name, _ in self.members)}): expected one each",
             )
+
+    def _check_stock_returns(self) -> None:
+        if self.stock_returns and self.kind != "nixl-bidirectional":
+            raise ConfigError("stock_returns", f"kind {self.kind} has none: nixl-bidirectional")
+        names = [name for name, _ in self.members]
+        for name in self.stock_returns:
+            if name not in names:
+                raise ConfigError(
+                    "stock_returns", f"no engine {name!r}; expected {', '.join(names)}"
+                )
 
     def _check_ports(self) -> None:
         for name in ("router_port", "engine_port", "decode_port", "nixl_port", "control_port"):

@@ -51,7 +51,7 @@ def transfer_config(
             "kv_load_failure_policy": "recompute",
             _EXTRA: {
                 "backends": ["UCX"],
-                **({"bidirectional_kv_xfer": True} if spec.kind == "nixl-bidirectional" else {}),
+                **({"bidirectional_kv_xfer": True} if spec.returns_stock(name) else {}),
             },
         }
     section = {

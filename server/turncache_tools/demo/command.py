@@ -27,13 +27,16 @@ from turncache_tools.demo.report import Report
 from turncache_tools.demo.rigs import MODEL, StackStarter, Starter
 from turncache_tools.demo.screen import Screen, consoles
 from turncache_tools.demo.show import Show, Shown
-from turncache_tools.demo.sizes import FULL, QUICK, Sizes, Speed, choose
+from turncache_tools.demo.sizes import FULL, PAIR_ALONE, QUICK, WHOLE, Sizes, Speed, choose
 from turncache_tools.shell import CHECK_FAILED, INTERRUPTED, OK, USAGE, exit_code, progress
 
 _FULL_MINUTES: Final = 9.0
 _QUICK_MINUTES: Final = 3.0
-#: A stack on two cores, before one has been started here.
-_GUESSED_START_S: Final = 95.0
+#: One engine on two cores, side by side with others, before one has been started here.
+_GUESSED_START_S: Final = 27.0
+#: Engines of the whole demo (one, three stock, a pair), and of the quick one.
+_NUM_ENGINES: Final = 6
+_NUM_ENGINES_QUICK: Final = 2
 _LOGS: Final = Path("build", "demo-logs")
 
 
@@ -61,7 +64,11 @@ def parse(arguments: Sequence[str]) -> Options:
         epilog="Exit codes: 0 ok, 1 a check failed, 2 usage, 3 environment, 4 engine, "
         "130 interrupted.",
     )
-    parser.add_argument("--quick", action="store_true", help="5 calls, shorter texts")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="5 calls, shorter texts, our pair only: off is the extension switched off",
+    )
     parser.add_argument(
         "--full", action="store_true", help="full lengths and traffic, however long it takes"
     )
@@ -170,7 +177,7 @@ def run(
     """
     began_s = clock()
     live, out = consoles(data=options.as_json)
-    screen = Screen(live, out)
+    screen = Screen(live, out, stock=not options.quick)
     sizes = _sizes(options, probe)
     with _temporary_folder(keep_logs=options.keep_logs) as traces:
         make = starter or _stacks
@@ -183,7 +190,7 @@ def run(
             clock=clock,
             deadline_s=float("inf") if options.full else began_s + 60 * options.minutes,
         )
-        shown = show.run()
+        shown = show.run_pair_alone() if options.quick else show.run()
     left = traces.left()
     if left.processes:
         traces.end()
@@ -202,8 +209,9 @@ def _sizes(options: Options, probe: Callable[[], Speed]) -> Sizes:
         probe(),
         num_cores=num_cores(),
         num_runs=options.num_runs,
-        start_s=_GUESSED_START_S,
+        start_s=_GUESSED_START_S * (_NUM_ENGINES_QUICK if options.quick else _NUM_ENGINES),
         limit_s=60 * options.minutes,
+        arms=PAIR_ALONE if options.quick else WHOLE,
     )
     if chosen.scale < 1:
         progress(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol
 
 from turncache_tools.demo.callers import Caller, Question
 from turncache_tools.demo.compare import Verdict, compare
@@ -48,6 +48,19 @@ PRESENT: Final = Customer(name="Peter", city="London")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stale:
+    """What stock ``bidirectional_kv_xfer`` did.
+
+    Attributes:
+        answer: to the question about the present document.
+        taken: tokens that its prefill took from decode, in both of its calls.
+    """
+
+    answer: str
+    taken: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LastAct:
     """What was answered about the exchanged document.
 
@@ -56,9 +69,8 @@ class LastAct:
         ours: answer of our pair, in the session that had held the deleted document.
         reference: answer of the same pair when nothing can be reused.
         verdict: ours against the reference.
-        stock: answer of stock ``bidirectional_kv_xfer``.
+        stock: what stock ``bidirectional_kv_xfer`` said, None when it was not run.
         reused: tokens that our pair reused for that call, of ``prompt``.
-        stock_taken: tokens that stock prefill took from decode, in both of its calls.
         prompt: tokens of that call's prompt.
     """
 
@@ -66,9 +78,8 @@ class LastAct:
     ours: str
     reference: str
     verdict: Verdict
-    stock: str
+    stock: Stale | None
     reused: int
-    stock_taken: int
     prompt: int
 
     @property
@@ -78,8 +89,8 @@ class LastAct:
 
     @property
     def stock_is_from_the_deleted(self) -> bool:
-        """Likewise the stock answer."""
-        return from_the_deleted(self.stock)
+        """Likewise the stock answer, where there is one."""
+        return self.stock is not None and from_the_deleted(self.stock.answer)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -157,7 +168,6 @@ def ask_ours(caller: Caller, salt: str, num_notes: int) -> Ours:
     )
 
 
-@runtime_checkable
 class Returning(Protocol):
     """The part of :class:`~turncache_tools.demo.callers.StockPairCaller` used here."""
 

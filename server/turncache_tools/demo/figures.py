@@ -78,8 +78,10 @@ def all_figures(
         seconds: how long it took.
         least_ratio: what TTFT must gain, off over on; scenes without an entry only inform.
     """
+    ran = {row.scene for row in rows}
+    scenes = [scene for scene in Scene if scene in ran]
     return [
-        *(f for scene in Scene for f in _scene_figures(rows, scene, least_ratio.get(scene))),
+        *(f for scene in scenes for f in _scene_figures(rows, scene, least_ratio.get(scene))),
         *_correctness(rows),
         *_last_act(last_act),
         _at_most("leftover_processes", "processes", len(leftovers.processes), 0),
@@ -228,7 +230,7 @@ def _last_act(act: LastAct) -> list[Figure]:
             figure="answers_from_the_deleted_document",
             unit="answers",
             value=int(act.ours_is_from_the_deleted),
-            baseline=int(act.stock_is_from_the_deleted),
+            baseline=None if act.stock is None else int(act.stock_is_from_the_deleted),
             limit=0,
             ok=not act.ours_is_from_the_deleted,
         ),

@@ -25,7 +25,8 @@ _TITLES: Final = {
     Scene.SINGLE: "One vLLM",
     Scene.PAIR: "Prefill and decode apart",
 }
-_FRAME: Final = Frame(width=596, height=304)
+_HALF: Final = Frame(width=596, height=304)
+_WHOLE: Final = Frame(width=1208, height=304)
 
 _PAGE: Final = Template("""<!doctype html>
 <html lang="en">
@@ -108,7 +109,7 @@ def page(report: Report) -> str:
             f"sessions flood the caches. Time to first token in seconds{runs}."
         ),
         failed=f'<p class="failed">Failed: {escape(", ".join(failed))}</p>' if failed else "",
-        charts="\n".join(_chart(report, scene) for scene in Scene),
+        charts="\n".join(_chart(report, scene) for scene in report.scenes),
         numbers="\n".join(_number(value, what) for value, what in _numbers(report)),
         act=escape(
             f"Last act: the history's document about {DELETED.name} in {DELETED.city} is replaced "
@@ -129,7 +130,10 @@ def _chart(report: Report, scene: Scene) -> str:
         )
     ]
     svg = line_chart(
-        lines, _FRAME, unit="s", title=f"{_TITLES[scene]}: time to first token by call"
+        lines,
+        _HALF if len(report.scenes) > 1 else _WHOLE,
+        unit="s",
+        title=f"{_TITLES[scene]}: time to first token by call",
     )
     load = escape(load_line(report, scene))
     return (
@@ -146,16 +150,18 @@ def _short(name: str) -> str:
 
 
 def _numbers(report: Report) -> list[tuple[str, str]]:
-    single = report.figure("single_retention_ttft_last_call")
     pair = report.figure("pair_return_ttft_last_call")
     computed = report.figure("pair_return_computed_calls_2_on")
     ties = int(report.figure("answers_at_a_tie").value)
     different = int(report.figure("answers_different").value)
     compared = sum(row.verdict is not Verdict.REFERENCE for row in report.rows)
     num_calls = max(row.call for row in report.rows)
+    sooner = [(f"{pair.ratio or 0:.1f}{_TIMES}", "sooner on the pair at the last call")]
+    if Scene.SINGLE in report.scenes:
+        single = report.figure("single_retention_ttft_last_call")
+        sooner.append((f"{single.ratio or 0:.1f}{_TIMES}", "sooner on one engine at the last call"))
     return [
-        (f"{pair.ratio or 0:.1f}{_TIMES}", "sooner on the pair at the last call"),
-        (f"{single.ratio or 0:.1f}{_TIMES}", "sooner on one engine at the last call"),
+        *sooner,
         (
             f"{computed.baseline or 0:,.0f} → {computed.value:,.0f}",
             "prompt tokens computed in calls 2 to " + f"{num_calls}, pair",
@@ -173,12 +179,13 @@ def _number(value: str, what: str) -> str:
 
 def _answers(report: Report) -> str:
     act = report.last_act
-    return "\n".join(
-        (
-            _answer("stock bidirectional_kv_xfer", act.stock, wrong=act.stock_is_from_the_deleted),
-            _answer("turncache", act.ours, wrong=act.ours_is_from_the_deleted),
-        )
+    ours = _answer("turncache", act.ours, wrong=act.ours_is_from_the_deleted)
+    if act.stock is None:
+        return ours
+    stock = _answer(
+        "stock bidirectional_kv_xfer", act.stock.answer, wrong=act.stock_is_from_the_deleted
     )
+    return f"{stock}\n{ours}"
 
 
 def _answer(who: str, text: str, *, wrong: bool) -> str:

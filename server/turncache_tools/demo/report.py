@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from turncache_tools.demo.edited import LastAct
 from turncache_tools.demo.figures import Figure, earned, exact
-from turncache_tools.demo.rows import ARM_NAMES, ARMS, Arm, CallRow, Scene, rows_of, ttft_by_call
+from turncache_tools.demo.rows import ARMS, Arm, CallRow, Scene, arm_name, rows_of, ttft_by_call
 from turncache_tools.demo.sizes import Sizes
 
 SCHEMA: Final = "turncache-figures/1"
@@ -42,6 +42,20 @@ class Report:
     rows: tuple[CallRow, ...]
     last_act: LastAct
     figures: tuple[Figure, ...]
+
+    @property
+    def scenes(self) -> tuple[Scene, ...]:
+        """The scenes that ran."""
+        return tuple(scene for scene in Scene if scene in self.sizes)
+
+    @property
+    def stock(self) -> bool:
+        """Stock engines ran as well."""
+        return self.last_act.stock is not None
+
+    def arm_name(self, scene: Scene, arm: Arm) -> str:
+        """Return an arm's name for people."""
+        return arm_name(scene, arm, stock=self.stock)
 
     @property
     def ok(self) -> bool:
@@ -103,29 +117,38 @@ def scale_line(report: Report) -> str | None:
 
 def earned_lines(report: Report) -> list[str]:
     """Say, scene by scene, which feature saved how much."""
-    single, pair = (earned(report.rows, scene) for scene in Scene)
-    kept = pair.missed[Arm.OFF] - pair.missed[Arm.RETENTION]
-    returned = pair.missed[Arm.RETENTION] - pair.missed[Arm.RETURN]
+    lines = {Scene.SINGLE: _single_earned, Scene.PAIR: _pair_earned}
+    return [lines[scene](report) for scene in report.scenes]
+
+
+def _single_earned(report: Report) -> str:
+    missed = earned(report.rows, Scene.SINGLE).missed
+    return (
+        f"One engine: without us {_tokens(missed[Arm.OFF])} tokens were computed a second "
+        f"time in calls 2 and later; with retention {_tokens(missed[Arm.RETENTION])}."
+    )
+
+
+def _pair_earned(report: Report) -> str:
+    missed = earned(report.rows, Scene.PAIR).missed
+    off = "stock" if report.stock else "switched off it"
+    kept = missed[Arm.OFF] - missed[Arm.RETENTION]
+    returned = missed[Arm.RETENTION] - missed[Arm.RETURN]
     held = {
         arm: _held(rows_of(report.rows, Scene.PAIR, arm)) for arm in (Arm.RETENTION, Arm.RETURN)
     }
-    one_engine = (
-        f"One engine: without us {_tokens(single.missed[Arm.OFF])} tokens were computed a second "
-        f"time in calls 2 and later; with retention {_tokens(single.missed[Arm.RETENTION])}."
-    )
-    apart = (
-        f"Pair: stock computed {_tokens(pair.missed[Arm.OFF])} tokens a second time. Retention "
+    return (
+        f"Pair: {off} computed {_tokens(missed[Arm.OFF])} tokens a second time. Retention "
         f"saves {_tokens(kept)} of them, and holds {held[Arm.RETENTION]:.0%} of prefill's pool "
         f"to do so; return saves {_tokens(returned)} more (answers, which only decode had), and "
         f"holds {held[Arm.RETURN]:.0%}."
     )
-    return [one_engine, apart]
 
 
 def missed_line(report: Report, scene: Scene) -> str:
     """Say in one line what each arm of a scene computed a second time."""
     missed = earned(report.rows, scene).missed
-    parts = [f"{ARM_NAMES[scene, arm]} {_tokens(tokens)}" for arm, tokens in missed.items()]
+    parts = [f"{report.arm_name(scene, arm)} {_tokens(tokens)}" for arm, tokens in missed.items()]
     return f"Prompt tokens computed a second time: {', '.join(parts)}."
 
 
@@ -141,7 +164,7 @@ def _held(rows: list[CallRow]) -> float:
 def curves(report: Report, scene: Scene) -> dict[str, tuple[float, ...]]:
     """Return the TTFT of every call in seconds, by name of the arm."""
     return {
-        ARM_NAMES[scene, arm]: tuple(
+        report.arm_name(scene, arm): tuple(
             ms / 1e3 for ms in ttft_by_call(rows_of(report.rows, scene, arm))
         )
         for arm in ARMS[scene]

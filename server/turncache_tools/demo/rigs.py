@@ -20,6 +20,7 @@ from turncache_server.launch.spec import Kind, StackSpec
 from turncache_server.launch.stack import Stack, start
 from turncache_tools.demo.callers import Caller, RoutedCaller, StockPairCaller
 from turncache_tools.demo.counters import PromptTokens, read_prompt_tokens
+from turncache_tools.demo.edited import Returning
 from turncache_tools.demo.sizes import Sizes
 
 MODEL: Final = "smollm2"
@@ -34,16 +35,17 @@ class Engines(enum.StrEnum):
 
     SINGLE = "single"
     PAIR = "pair"
-    STOCK_PAIR = "stock-pair"
-    STOCK_RETURN = "stock-return"
+    STOCK = "stock"
 
 
 _KINDS: Final[Mapping[Engines, Kind]] = {
     Engines.SINGLE: "turncache",
     Engines.PAIR: "turncache",
-    Engines.STOCK_PAIR: "nixl",
-    Engines.STOCK_RETURN: "nixl-bidirectional",
+    Engines.STOCK: "nixl-bidirectional",
 }
+#: Of the stock engines only the second decode engine returns KV. Prefill's flag does nothing
+#: to a call that brings no blocks back, so that one prefill engine serves both acts.
+_STOCK_RETURNS: Final = ("prefill-0", "decode-1")
 
 
 class Rig(Protocol):
@@ -52,6 +54,10 @@ class Rig(Protocol):
     @property
     def caller(self) -> Caller:
         """How calls reach them."""
+
+    @property
+    def returning(self) -> Returning | None:
+        """How calls reach stock engines that return KV unchecked, None without such."""
 
     def prompt_tokens(self) -> PromptTokens:
         """Read vLLM's counters on the engine that does the prefill."""
@@ -85,11 +91,13 @@ class StackRig:
         self._control = ControlClient()
         self._prefill = next(e for e in stack.engines if e.side != "decode")
         self.caller: Caller
+        self.returning: StockPairCaller | None = None
         if stack.spec.has_router:
             self.caller = RoutedCaller(stack.base_url, stack.model)
         else:
-            decode = next(e for e in stack.engines if e.side == "decode")
-            self.caller = StockPairCaller(self._prefill.url, decode.url, stack.model)
+            plain, returning = (e.url for e in stack.engines if e.side == "decode")
+            self.caller = StockPairCaller(self._prefill.url, plain, stack.model)
+            self.returning = StockPairCaller(self._prefill.url, returning, stack.model)
 
     def prompt_tokens(self) -> PromptTokens:
         """Read vLLM's counters."""
@@ -142,6 +150,8 @@ class StackRig:
         if not self._stopped:
             self._stopped = True
             self.caller.close()
+            if self.returning is not None:
+                self.returning.close()
             self._control.close()
             self.stack.stop()
 
@@ -164,7 +174,8 @@ def stack_spec(engines: Engines, sizes: Sizes, *, python: str, log_dir: Path) ->
         model=MODEL,
         kind=kind,
         prefill=int(pair),
-        decode=int(pair),
+        decode=0 if not pair else 1 if ours else 2,
+        stock_returns=() if ours else _STOCK_RETURNS,
         router_port=0,
         dtype="float32",
         max_model_len=sizes.max_model_len,

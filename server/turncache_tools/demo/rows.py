@@ -31,13 +31,20 @@ ARMS = {
     Scene.SINGLE: (Arm.OFF, Arm.RETENTION),
     Scene.PAIR: (Arm.OFF, Arm.RETENTION, Arm.RETURN),
 }
-ARM_NAMES = {
-    (Scene.SINGLE, Arm.OFF): "off",
-    (Scene.SINGLE, Arm.RETENTION): "retention",
-    (Scene.PAIR, Arm.OFF): "off (stock NixlConnector)",
-    (Scene.PAIR, Arm.RETENTION): "retention",
-    (Scene.PAIR, Arm.RETURN): "retention and return",
-}
+_ARM_NAMES = {Arm.OFF: "off", Arm.RETENTION: "retention", Arm.RETURN: "retention and return"}
+
+
+def arm_name(scene: Scene, arm: Arm, *, stock: bool) -> str:
+    """Return an arm's name for people.
+
+    Args:
+        scene: its scene.
+        arm: the arm.
+        stock: the pair's *off* ran on stock engines; else our extension was switched off.
+    """
+    if (scene, arm) == (Scene.PAIR, Arm.OFF) and stock:
+        return "off (stock NixlConnector)"
+    return _ARM_NAMES[arm]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

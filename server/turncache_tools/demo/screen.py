@@ -11,7 +11,7 @@ from rich.text import Text
 from turncache_tools.demo.compare import Verdict
 from turncache_tools.demo.figures import Figure
 from turncache_tools.demo.report import Report, earned_lines, hardware_line, load_line, scale_line
-from turncache_tools.demo.rows import ARM_NAMES, ARMS, Arm, CallRow, Scene, rows_of, ttft_by_call
+from turncache_tools.demo.rows import ARMS, Arm, CallRow, Scene, arm_name, rows_of, ttft_by_call
 
 _WIDTH_WITHOUT_TERMINAL = 132
 _SCENE_NAMES = {Scene.SINGLE: "One engine", Scene.PAIR: "Pair"}
@@ -42,11 +42,13 @@ class Screen:
     Args:
         live: for progress and the model's words.
         out: for tables; None leaves them out.
+        stock: the pair's *off* runs on stock engines.
     """
 
-    def __init__(self, live: Console, out: Console | None) -> None:
+    def __init__(self, live: Console, out: Console | None, *, stock: bool = True) -> None:
         self._live = live
         self._out = out
+        self._stock = stock
         self._at_line_start = True
 
     # --- while it runs ------------------------------------------------------------------------
@@ -62,7 +64,8 @@ class Screen:
     def arm_begins(self, scene: Scene, arm: Arm, run: int) -> None:
         """Show which arm begins."""
         again = "" if run == 1 else f", run {run}"
-        self._live.print(f"\n[bold]{_SCENE_NAMES[scene]}: {ARM_NAMES[scene, arm]}[/]{again}")
+        name = arm_name(scene, arm, stock=self._stock)
+        self._live.print(f"\n[bold]{_SCENE_NAMES[scene]}: {name}[/]{again}")
 
     def call_begins(self, call: int, brings: str) -> None:
         """Show what a call brings."""
@@ -90,7 +93,9 @@ class Screen:
     def arm_ended(self, rows: list[CallRow]) -> None:
         """Show an arm's table."""
         if self._out is not None:
-            self._out.print(_arm_table(rows))
+            first = rows[0]
+            name = arm_name(first.scene, first.arm, stock=self._stock)
+            self._out.print(_arm_table(rows, f"{_SCENE_NAMES[first.scene]}: {name}"))
 
     # --- the result ---------------------------------------------------------------------------
 
@@ -99,7 +104,7 @@ class Screen:
         if self._out is None:
             return
         out = self._out
-        for scene in Scene:
+        for scene in report.scenes:
             out.print(_ttft_table(report, scene))
         out.print("\n[bold]Who earned what[/]")
         for line in earned_lines(report):
@@ -113,18 +118,18 @@ class Screen:
     def _show_last_act(self, out: Console, report: Report) -> None:
         act = report.last_act
         out.print(f"\n[bold]The exchanged document:[/] {act.question}")
-        for who, answer, wrong in (
-            ("stock bidirectional_kv_xfer", act.stock, act.stock_is_from_the_deleted),
-            ("turncache", act.ours, act.ours_is_from_the_deleted),
-        ):
+        said = [("turncache", act.ours, act.ours_is_from_the_deleted)]
+        if act.stock is not None:
+            stock = ("stock bidirectional_kv_xfer", act.stock.answer, act.stock_is_from_the_deleted)
+            said.insert(0, stock)
+        for who, answer, wrong in said:
             verdict = "[red]from the deleted document[/]" if wrong else "[green]not from it[/]"
             out.print(Text(f"  {who}: “{answer}”  "), verdict)
 
 
-def _arm_table(rows: Sequence[CallRow]) -> Table:
-    first = rows[0]
+def _arm_table(rows: Sequence[CallRow], title: str) -> Table:
     table = Table(
-        title=f"{_SCENE_NAMES[first.scene]}: {ARM_NAMES[first.scene, first.arm]}",
+        title=title,
         title_justify="left",
         title_style="bold",
         box=None,
@@ -161,7 +166,7 @@ def _ttft_table(report: Report, scene: Scene) -> Table:
     table.add_column("call", justify="right")
     columns = []
     for arm in ARMS[scene]:
-        table.add_column(f"{ARM_NAMES[scene, arm]}\n(ms)", justify="right")
+        table.add_column(f"{report.arm_name(scene, arm)}\n(ms)", justify="right")
         columns.append(ttft_by_call(rows_of(report.rows, scene, arm)))
     table.add_column("off / on", justify="right")
     for call, values in enumerate(zip(*columns, strict=True), 1):

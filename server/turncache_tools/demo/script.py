@@ -44,9 +44,9 @@ class Step:
     question: str
 
     @property
-    def takes(self) -> float:
-        """How long the tool takes, relative to the longest."""
-        return 1.0 if self.tool == "search" else 1 / 3
+    def is_long(self) -> bool:
+        """The tool takes long: a search does, looking at one file does not."""
+        return self.tool == "search"
 
     @property
     def shown(self) -> str:

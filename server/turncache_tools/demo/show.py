@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from turncache.errors import TurncacheError
@@ -13,17 +14,18 @@ from turncache_tools.demo import edited
 from turncache_tools.demo.arms import ArmRun, Reference, Watcher, run_arm, warm_up
 from turncache_tools.demo.background import InBackground
 from turncache_tools.demo.callers import Question
-from turncache_tools.demo.edited import LastAct
+from turncache_tools.demo.edited import LastAct, Stale
 from turncache_tools.demo.flood import Flood
 from turncache_tools.demo.history import Message
 from turncache_tools.demo.rigs import Engines, Rig, Starter
-from turncache_tools.demo.rows import Arm, CallRow, Scene
+from turncache_tools.demo.rows import ARMS, Arm, CallRow, Scene
 from turncache_tools.demo.script import Tools
 from turncache_tools.demo.sizes import (
     FLOOD_IN_FLIGHT,
     FLOOD_TOKENS,
     Sizes,
     Speed,
+    can_be_lighter,
     fitted_speed,
     lighter,
 )
@@ -106,30 +108,29 @@ class Show:
 
     def run(self) -> Shown:
         """Run all acts."""
-        with self._rigs(Engines.SINGLE, Engines.STOCK_PAIR) as (single, stock):
+        with self._rigs(Engines.SINGLE, Engines.STOCK) as (single, stock):
             with self._act("one engine"):
                 self._single(single)
             single.stop()
             with self._act("stock pair"):
                 self._stock_pair(stock)
-        with self._rigs(Engines.PAIR, Engines.STOCK_RETURN) as (pair, returning):
             with self._act("exchanged document, stock"):
-                stock_answer, taken = self._ask_stock(returning)
-            returning.stop()
+                stale = self._ask_stock(stock)
+        with self._rigs(Engines.PAIR) as (pair,):
             with self._act("pair"):
-                self._pair(pair)
-            with self._act("exchanged document"):
-                ours = edited.ask_ours(pair.caller, f"{self._salt}-document", self._num_notes)
-        self.shown.last_act = LastAct(
-            question=edited.CITY_QUESTION,
-            ours=ours.answer,
-            reference=ours.reference,
-            verdict=ours.verdict,
-            stock=stock_answer,
-            reused=ours.reused,
-            stock_taken=taken,
-            prompt=ours.prompt,
-        )
+                warm_up(pair, f"{self._salt}-{Scene.PAIR}", _PROBE_ANSWER)
+                self._in_turns(pair, Scene.PAIR, (Arm.RETENTION, Arm.RETURN))
+            self._ask_ours(pair, stale)
+        return self.shown
+
+    def run_pair_alone(self) -> Shown:
+        """Run our pair only: its *off* is the extension switched off."""
+        with self._rigs(Engines.PAIR) as (pair,):
+            with self._act("pair"):
+                self._texts = prepare(self._tools, self._sizes, pair.count_tokens)
+                self._fit(pair, Scene.PAIR, num_on=2, limit_s=self._left_s())
+                self._in_turns(pair, Scene.PAIR, ARMS[Scene.PAIR])
+            self._ask_ours(pair, None)
         return self.shown
 
     # --- the acts ---------------------------------------------------------------------------
@@ -138,31 +139,43 @@ class Show:
         self._texts = prepare(self._tools, self._sizes, rig.count_tokens)
         left_s = (self._left_s() - self._start_s) * _SINGLE_SHARE
         self._fit(rig, Scene.SINGLE, num_on=1, limit_s=left_s)
-        for run in range(1, self._num_runs + 1):
-            # Alternated, so that no arm always runs on the warmer machine.
-            for arm in _in_turn(run, Arm.OFF, Arm.RETENTION):
-                rig.set_mode(Mode.OFF if arm is Arm.OFF else Mode.ON)
-                self._arm(rig, Scene.SINGLE, arm, run)
+        self._in_turns(rig, Scene.SINGLE, ARMS[Scene.SINGLE])
 
     def _stock_pair(self, rig: Rig) -> None:
         self._fit(rig, Scene.PAIR, num_on=2, limit_s=self._left_s() - self._start_s)
         for run in range(1, self._num_runs + 1):
             self._arm(rig, Scene.PAIR, Arm.OFF, run)
 
-    def _pair(self, rig: Rig) -> None:
-        warm_up(rig, f"{self._salt}-{Scene.PAIR}", _PROBE_ANSWER)
+    def _in_turns(self, rig: Rig, scene: Scene, arms: tuple[Arm, ...]) -> None:
+        """Run arms that differ in what our engines have switched on."""
         for run in range(1, self._num_runs + 1):
-            for arm in _in_turn(run, Arm.RETENTION, Arm.RETURN):
-                rig.set_return(enabled=arm is Arm.RETURN)
-                self._arm(rig, Scene.PAIR, arm, run)
-        rig.set_return(enabled=True)
+            # Alternated, so that no arm always runs on the warmer machine.
+            for arm in arms if run % 2 else arms[::-1]:
+                rig.set_mode(Mode.OFF if arm is Arm.OFF else Mode.ON)
+                if scene is Scene.PAIR:
+                    rig.set_return(enabled=arm is Arm.RETURN)
+                self._arm(rig, scene, arm, run)
 
-    def _ask_stock(self, rig: Rig) -> tuple[str, int]:
-        """Return the stock pair's answer, and how many tokens its prefill took from decode."""
-        assert isinstance(rig.caller, edited.Returning)
+    def _ask_stock(self, rig: Rig) -> Stale:
+        assert rig.returning is not None
         before = rig.prompt_tokens()
-        answer = edited.ask_stock(rig.caller, f"{self._salt}-document", self._num_notes)
-        return answer, (rig.prompt_tokens() - before).external
+        answer = edited.ask_stock(rig.returning, f"{self._salt}-document", self._num_notes)
+        return Stale(answer=answer, taken=(rig.prompt_tokens() - before).external)
+
+    def _ask_ours(self, rig: Rig, stock: Stale | None) -> None:
+        with self._act("exchanged document"):
+            rig.set_mode(Mode.ON)
+            rig.set_return(enabled=True)
+            ours = edited.ask_ours(rig.caller, f"{self._salt}-document", self._num_notes)
+        self.shown.last_act = LastAct(
+            question=edited.CITY_QUESTION,
+            ours=ours.answer,
+            reference=ours.reference,
+            verdict=ours.verdict,
+            stock=stock,
+            reused=ours.reused,
+            prompt=ours.prompt,
+        )
 
     @property
     def _num_notes(self) -> int:
@@ -202,43 +215,52 @@ class Show:
         self.shown.act_seconds[title] = self._clock() - began_s
 
     @contextmanager
-    def _rigs(self, first: Engines, second: Engines) -> Iterator[tuple[Rig, Rig]]:
-        """Start two stacks side by side: most of a start is one process after another.
+    def _rigs(self, *kinds: Engines) -> Iterator[tuple[Rig, ...]]:
+        """Start stacks side by side: most of a start is one process after another.
 
-        Nothing is measured meanwhile. An interrupt does not wait for the second one: the
-        launcher's reapers end it with this program.
+        Nothing is measured meanwhile. An interrupt does not wait for the others: the
+        launcher's reapers end them with this program.
         """
-        title = f"starting engines: {first}, {second}"
+        title = f"starting engines: {', '.join(kinds)}"
         with self._act(title):
-            other = InBackground(lambda: self._start(second, self._sizes))
-            try:
-                one = self._start(first, self._sizes)
-            except TurncacheError:
-                other.discard()
-                raise
-            try:
-                pair = (one, other.result())
-            except BaseException:
-                one.stop()
-                raise
+            rigs = self._started(kinds)
         self._start_s = self.shown.act_seconds[title]
         try:
-            yield pair
+            yield rigs
         finally:
-            for rig in pair:
+            for rig in rigs:
                 rig.stop()
+
+    def _started(self, kinds: tuple[Engines, ...]) -> tuple[Rig, ...]:
+        first, *rest = kinds
+        others = [InBackground(partial(self._start, kind, self._sizes)) for kind in rest]
+        try:
+            rigs = [self._start(first, self._sizes)]
+        except TurncacheError:
+            for other in others:
+                other.discard()
+            raise
+        try:
+            rigs += [other.result() for other in others]
+        except BaseException:
+            for rig in rigs:
+                rig.stop()
+            raise
+        return tuple(rigs)
 
     def _fit(self, rig: Rig, scene: Scene, *, num_on: int, limit_s: float) -> None:
         """Measure this rig and make the others' traffic lighter when the time is short."""
         salt = f"{self._salt}-{scene}-probe"
         warm_up(rig, salt, _PROBE_ANSWER)
-        sizes = lighter(
-            self._sizes,
-            self._measured(rig, salt),
-            num_off=self._num_runs,
-            num_on=num_on * self._num_runs,
-            limit_s=limit_s,
-        )
+        sizes = self._sizes
+        if can_be_lighter(sizes):
+            sizes = lighter(
+                sizes,
+                self._measured(rig, salt),
+                num_off=self._num_runs,
+                num_on=num_on * self._num_runs,
+                limit_s=limit_s,
+            )
         self.shown.sizes[scene] = sizes
         self._stage.notes(
             f"In a long wait {max(sizes.flood_waits)} other sessions bring about "
@@ -266,7 +288,3 @@ class Show:
             times.append((len(answer.prompt_ids), answer.first_s))
             between_s = answer.between_tokens_s or between_s
         return fitted_speed(times[0], times[1], decode_s=between_s)
-
-
-def _in_turn(run: int, first: Arm, second: Arm) -> tuple[Arm, Arm]:
-    return (first, second) if run % 2 else (second, first)

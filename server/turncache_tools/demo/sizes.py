@@ -1,8 +1,8 @@
 """How large the demo is: what is asked for, cut down to what this machine can do in time. Pure.
 
 The demo promises a time. What it computes is fixed by the task (calls, tools, arms), so on a
-slow machine first the other sessions' traffic gets lighter, and then the texts get shorter;
-both are said. On a machine that prefills 800 tokens/s per core nothing is cut.
+slow machine first the other sessions' traffic gets lighter, in the waits for quick tools before
+those for slow ones, and then the texts get shorter; both are said.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SHARES: Final = (1.0, 0.85, 0.7, 0.55)
 _SHORT_TOKENS: Final = 3000
 _LEAST_SHARE_SHORT: Final = 0.7
 _SCALES: Final = (1.0, 0.85, 0.7, 0.6, 0.5)
+#: What the others bring in a short wait, relative to a long one.
+_SHORT_WAITS: Final = (1.0, 1 / 3, 1 / 6)
 #: Costs that no size changes: the arms' warm-up calls and the last act's prefills.
 _LAST_ACT_TOKENS: Final = 4200
 #: Template, tokenizer, HTTP and the step of at least one block, in generated tokens' time.
 _CALL_TOKENS: Final = 3
-#: Warm-ups, probes, and memory that comes back slowly after the engines' long start.
-_AROUND_S: Final = 60.0
 #: What the second leg adds to a request of the others' on a pair.
 _HAND_OVER_S: Final = 0.2
 
@@ -53,6 +53,7 @@ class Sizes:
         answer_tokens: longest answer.
         lost_share: the other sessions bring so much in a long wait that the least recently
             used policy loses this share of the last prompt; 1 turns the whole pool over.
+        short_wait: what they bring in a short wait, relative to a long one.
         scale: lengths relative to what was asked for.
     """
 
@@ -61,6 +62,7 @@ class Sizes:
     result_tokens: int
     answer_tokens: int
     lost_share: float = 1.0
+    short_wait: float = 1.0
     scale: float = 1.0
 
     @property
@@ -86,11 +88,12 @@ class Sizes:
 
     @property
     def flood_waits(self) -> tuple[int, ...]:
-        """Requests of other sessions in each wait: as many as the tool takes long."""
+        """Requests of other sessions in each wait; at least one."""
         kept = (1 - self.lost_share) * self.last_prompt_tokens
         longest = math.ceil((self.pool_tokens - kept) / FLOOD_TOKENS)
         steps = last_steps(self.num_calls)
-        return tuple(max(1, round(step.takes * longest)) for step in steps)
+        short = max(1, round(self.short_wait * longest))
+        return tuple(longest if step.is_long else short for step in steps)
 
     @property
     def pool_tokens(self) -> int:
@@ -182,6 +185,27 @@ def arm_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
     return flood_s + answers_s + _prefills_s(sizes, speed, reuses=reuses)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arms:
+    """How many arms run, and what surrounds them.
+
+    Attributes:
+        num_off: arms that lose the session in the waits.
+        num_on: arms that keep it.
+        num_pair: arms of either kind on a pair.
+        around_s: warm-ups, probes, and memory that comes back slowly after the engines' start.
+    """
+
+    num_off: int
+    num_on: int
+    num_pair: int
+    around_s: float
+
+
+WHOLE: Final = Arms(num_off=2, num_on=3, num_pair=3, around_s=60.0)
+PAIR_ALONE: Final = Arms(num_off=1, num_on=2, num_pair=3, around_s=25.0)
+
+
 def _prefills_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
     grown = sizes.result_tokens + sizes.answer_tokens + _TEMPLATE_TOKENS
     length = sizes.first_tokens + _FIRST_TEMPLATE_TOKENS
@@ -198,7 +222,15 @@ def _prefills_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
     return total
 
 
-def demo_s(sizes: Sizes, speed: Speed, *, num_cores: int, num_runs: int, start_s: float) -> float:
+def demo_s(
+    sizes: Sizes,
+    speed: Speed,
+    *,
+    num_cores: int,
+    num_runs: int,
+    start_s: float,
+    arms: Arms = WHOLE,
+) -> float:
     """Estimate the seconds of the whole demo.
 
     Args:
@@ -206,29 +238,39 @@ def demo_s(sizes: Sizes, speed: Speed, *, num_cores: int, num_runs: int, start_s
         speed: of one core.
         num_cores: cores of this machine; every engine uses all, because they take turns.
         num_runs: how often every arm runs.
-        start_s: seconds to start two stacks side by side, which happens twice.
+        start_s: seconds to start all engines.
+        arms: which arms run.
     """
     shared = speed.on_cores(num_cores)
     off, on = arm_s(sizes, shared, reuses=False), arm_s(sizes, shared, reuses=True)
-    hand_overs_s = 3 * sum(sizes.flood_waits) * _HAND_OVER_S
+    hand_overs_s = arms.num_pair * sum(sizes.flood_waits) * _HAND_OVER_S
     last_act = _LAST_ACT_TOKENS * shared.prefill_s(0, 1000) / 1000
-    arms_s = num_runs * (2 * off + 3 * on + hand_overs_s)
-    return 2 * start_s + _AROUND_S + arms_s + last_act
+    arms_s = num_runs * (arms.num_off * off + arms.num_on * on + hand_overs_s)
+    return start_s + arms.around_s + arms_s + last_act
 
 
 def candidates(asked: Sizes) -> Iterator[Sizes]:
     """Yield what may run, the most wanted first."""
-    for share in _shares(asked):
-        yield replace(asked, lost_share=share)
-    for scale in _SCALES[1:]:
-        shorter = asked.scaled(scale)
-        yield replace(shorter, lost_share=_shares(shorter)[-1])
+    for scale in _SCALES:
+        scaled = asked if scale == 1.0 else asked.scaled(scale)
+        traffic = _traffic(scaled)
+        # Shorter texts are for a machine that is too slow for the lightest traffic.
+        for short_wait, share in traffic if scale == 1.0 else traffic[-1:]:
+            yield replace(scaled, short_wait=short_wait, lost_share=share)
 
 
-def _shares(sizes: Sizes) -> tuple[float, ...]:
-    """Return the shares that these lengths allow, the heaviest traffic first."""
+def _traffic(sizes: Sizes) -> tuple[tuple[float, float], ...]:
+    """Return what the others may bring to these lengths, the heaviest first.
+
+    Pairs of what a short wait brings relative to a long one, and the share that is lost in a
+    long one. The short waits give way first: what the demo shows is in the long ones.
+    """
     short = sizes.last_prompt_tokens < _SHORT_TOKENS
-    return tuple(share for share in _SHARES if not short or share >= _LEAST_SHARE_SHORT)
+    shares = tuple(share for share in _SHARES if not short or share >= _LEAST_SHARE_SHORT)
+    return (
+        *((short_wait, shares[0]) for short_wait in _SHORT_WAITS[:-1]),
+        *((_SHORT_WAITS[-1], share) for share in shares),
+    )
 
 
 def choose(
@@ -239,14 +281,22 @@ def choose(
     num_runs: int,
     start_s: float,
     limit_s: float,
+    arms: Arms = WHOLE,
 ) -> Sizes:
     """Return the most wanted sizes that fit into ``limit_s``, else the smallest."""
     chosen = asked
     for chosen in candidates(asked):
-        needed_s = demo_s(chosen, speed, num_cores=num_cores, num_runs=num_runs, start_s=start_s)
+        needed_s = demo_s(
+            chosen, speed, num_cores=num_cores, num_runs=num_runs, start_s=start_s, arms=arms
+        )
         if needed_s <= limit_s:
             return chosen
     return chosen
+
+
+def can_be_lighter(sizes: Sizes) -> bool:
+    """Say whether the others could bring less to these lengths."""
+    return (sizes.short_wait, sizes.lost_share) != _traffic(sizes)[-1]
 
 
 def lighter(sizes: Sizes, speed: Speed, *, num_off: int, num_on: int, limit_s: float) -> Sizes:
@@ -259,10 +309,10 @@ def lighter(sizes: Sizes, speed: Speed, *, num_off: int, num_on: int, limit_s: f
         num_on: arms that keep it.
         limit_s: seconds left for these arms.
     """
-    for share in _shares(sizes):
-        if share > sizes.lost_share:
-            continue
-        sizes = replace(sizes, lost_share=share)
+    traffic = _traffic(sizes)
+    first = traffic.index((sizes.short_wait, sizes.lost_share))
+    for short_wait, share in traffic[first:]:
+        sizes = replace(sizes, short_wait=short_wait, lost_share=share)
         needed_s = num_off * arm_s(sizes, speed, reuses=False)
         needed_s += num_on * arm_s(sizes, speed, reuses=True)
         if needed_s <= limit_s:

@@ -166,6 +166,17 @@ def test_stock_pairs_hold_nothing_of_ours(
     assert [launch.control_address for launch in launches] == [None, None]
 
 
+def test_stock_returns_can_be_left_to_some_engines() -> None:
+    """Only a decode engine without them lets go of a call's KV when it ends."""
+    some = ("prefill-0", "decode-1")
+    launches = plan(prefill=1, decode=2, kind="nixl-bidirectional", stock_returns=some)
+    flags = [
+        transfer_of(launch)["kv_connector_extra_config"].get("bidirectional_kv_xfer", False)
+        for launch in launches
+    ]
+    assert flags == [True, False, True]
+
+
 def test_a_plain_engine_has_no_connector() -> None:
     """The baseline for one engine is vLLM as it is."""
     (launch,) = plan(kind="plain")

@@ -24,6 +24,16 @@ from turncache_server.launch.spec import OWNED_FLAGS, StackSpec
         ({"prefill": 1, "decode": 1, "kind": "plain"}, "a stock pair is nixl"),
         ({"kind": "nixl"}, "nixl is a pair: give prefill=1 and decode=1"),
         ({"kind": "nixl-bidirectional"}, "nixl-bidirectional is a pair"),
+        ({"stock_returns": ("single-0",)}, "kind turncache has none: nixl-bidirectional"),
+        (
+            {
+                "kind": "nixl-bidirectional",
+                "prefill": 1,
+                "decode": 1,
+                "stock_returns": ("decode-1",),
+            },
+            "no engine 'decode-1'; expected prefill-0, decode-0",
+        ),
         ({"tensor_parallel_size": 0}, "expected at least 1"),
         ({"kv_space_gib": 0}, "expected whole GiB from 1"),
         ({"num_blocks": {"decode": 5}}, "no 'decode' engine; expected single"),

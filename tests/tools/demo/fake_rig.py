@@ -106,6 +106,10 @@ class FakeRig:
         return self
 
     @property
+    def returning(self) -> FakeRig | None:
+        return None if self.ours else self
+
+    @property
     def ours(self) -> bool:
         return self.engines in (Engines.SINGLE, Engines.PAIR)
 

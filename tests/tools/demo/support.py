@@ -6,7 +6,7 @@ from typing import Any
 
 from turncache_tools.demo.answers import Answer
 from turncache_tools.demo.compare import Verdict
-from turncache_tools.demo.edited import LastAct
+from turncache_tools.demo.edited import LastAct, Stale
 from turncache_tools.demo.figures import all_figures
 from turncache_tools.demo.leftovers import Leftovers
 from turncache_tools.demo.report import Report
@@ -85,9 +85,8 @@ def last_act(**changes: Any) -> LastAct:
         "ours": "The customer lives in London.",
         "reference": "The customer lives in London.",
         "verdict": Verdict.EQUAL,
-        "stock": "The customer Laura lives in Rome.",
+        "stock": Stale(answer="The customer Laura lives in Rome.", taken=832),
         "reused": 32,
-        "stock_taken": 832,
         "prompt": 900,
     }
     return LastAct(**values | changes)

@@ -55,10 +55,10 @@ def raising(error: BaseException) -> Callable[[command.Options], int]:
 
     def starter(folder: Path, _: Callable[[str], None], __: Traces) -> Any:
         def start(engines: Engines, ___: Sizes) -> Any:
-            if engines is Engines.SINGLE:
-                logs = folder / "logs" / "single"
+            if engines is Engines.PAIR:
+                logs = folder / "logs" / "pair"
                 logs.mkdir(parents=True)
-                (logs / "single-0.log").write_text("why it died\n")
+                (logs / "decode-0.log").write_text("why it died\n")
             raise error
 
         return start
@@ -90,7 +90,7 @@ def test_a_failed_check_ends_with_1_and_names_it(capsys: pytest.CaptureFixture[s
     """The files are written all the same: they show what was measured."""
     code = command.main(["--quick"], demo=demo_with(Faults(swap_call=2, gap=0.5)))
     assert code == 1
-    assert "FAILED: answers_different is 3 answers, limit 0" in capsys.readouterr().err
+    assert "FAILED: answers_different is 2 answers, limit 0" in capsys.readouterr().err
     assert json.loads(Path("build/demo.json").read_text())["exact"] is False
 
 
@@ -119,7 +119,7 @@ def test_errors_end_with_their_code_and_keep_the_logs(
     assert command.main(["--quick"], demo=raising(error)) == code
     said = capsys.readouterr().err
     assert ("interrupted" in said) if code == 130 else (str(error) in said)
-    assert Path("build/demo-logs/single/single-0.log").read_text() == "why it died\n"
+    assert Path("build/demo-logs/pair/decode-0.log").read_text() == "why it died\n"
     assert not Path("build/demo.json").exists()
 
 
@@ -175,11 +175,16 @@ def test_more_runs_get_more_time_unless_a_time_was_named(
     assert seen[0].minutes == minutes
 
 
-def test_quick_makes_five_calls() -> None:
-    """The same acts, with fewer calls and shorter texts."""
-    assert command.main(["--quick", "--json"], demo=demo_with()) == 0
-    arms = json.loads(Path("build/demo.json").read_text())["arms"]
-    assert len(arms) == 5 * 5
+def test_quick_makes_five_calls_on_our_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    """Page and tables do not speak of stock engines that have not run."""
+    assert command.main(["--quick"], demo=demo_with()) == 0
+    result = json.loads(Path("build/demo.json").read_text())
+    assert len(result["arms"]) == 3 * 5
+    assert result["last_act"]["stock"] is None
+    assert "stock" not in capsys.readouterr().out
+    html = Path("build/demo.html").read_text()
+    assert html.count("<svg") == 1
+    assert "stock" not in html
 
 
 SLOW = Speed(token_s=0.008, attention_s=8e-6, decode_s=0.3)

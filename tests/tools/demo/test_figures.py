@@ -8,6 +8,7 @@ import pytest
 
 from tests.tools.demo.support import all_rows, last_act, report, row
 from turncache_tools.demo.compare import Verdict
+from turncache_tools.demo.edited import Stale
 from turncache_tools.demo.figures import Figure, all_figures, earned, exact
 from turncache_tools.demo.leftovers import Leftovers
 from turncache_tools.demo.report import earned_lines
@@ -120,7 +121,7 @@ def test_returns_that_bring_no_answers_fail() -> None:
 def test_the_deleted_document_must_not_be_answered_from() -> None:
     """What stock does is shown and held against nobody."""
     assert failed(figures(ours="Laura lives in Rome.")) == ["answers_from_the_deleted_document"]
-    assert failed(figures(stock="The customer lives in London.")) == []
+    assert failed(figures(stock=Stale(answer="The customer lives in London.", taken=0))) == []
     assert failed(figures(verdict=Verdict.DIFFERENT)) == ["edited_history_answers_different"]
 
 

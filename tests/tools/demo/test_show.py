@@ -110,11 +110,11 @@ def test_runs_alternate_the_order_of_arms() -> None:
 
 
 def test_every_kind_of_engines_starts_once() -> None:
-    """Two stacks side by side, then the other two; all are stopped."""
+    """Two stacks side by side, then ours; all are stopped."""
     _, starter = shown()
     kinds = [rig.engines for rig in starter.rigs]
-    assert set(kinds[:2]) == {Engines.SINGLE, Engines.STOCK_PAIR}
-    assert set(kinds[2:]) == {Engines.PAIR, Engines.STOCK_RETURN}
+    assert set(kinds[:2]) == {Engines.SINGLE, Engines.STOCK}
+    assert kinds[2:] == [Engines.PAIR]
     assert all(rig.stopped for rig in starter.rigs)
 
 
@@ -140,13 +140,13 @@ def test_no_other_stack_runs_beside_the_pairs_arms() -> None:
         deadline_s=NO_LIMIT_S,
     ).run()
     assert beside == {
-        Arm.OFF: {Engines.STOCK_PAIR},
+        Arm.OFF: {Engines.STOCK},
         Arm.RETENTION: {Engines.PAIR},
         Arm.RETURN: {Engines.PAIR},
     }
 
 
-@pytest.mark.parametrize("broken", [Engines.SINGLE, Engines.STOCK_PAIR])
+@pytest.mark.parametrize("broken", [Engines.SINGLE, Engines.STOCK])
 def test_when_one_of_two_starts_fails_the_other_is_stopped(broken: Engines) -> None:
     """Whichever of them it is; the error is the one that is told."""
     clock = FakeClock()
@@ -170,6 +170,38 @@ def test_when_one_of_two_starts_fails_the_other_is_stopped(broken: Engines) -> N
         show.run()
     assert len(starter.rigs) == 1
     assert starter.rigs[0].stopped
+
+
+def test_our_pair_alone_is_compared_with_itself_switched_off() -> None:
+    """The quick show: one start, three arms, and nobody who answers from the deleted document."""
+    clock = FakeClock()
+    starter = FakeStarter(clock)
+    out = io.StringIO()
+    result = Show(
+        starter,
+        Screen(Console(file=io.StringIO()), Console(file=out, width=140), stock=False),
+        SMALL,
+        num_runs=2,
+        salt="t",
+        clock=clock,
+        deadline_s=NO_LIMIT_S,
+    ).run_pair_alone()
+    assert [rig.engines for rig in starter.rigs] == [Engines.PAIR]
+    assert starter.rigs[0].stopped
+    assert [row.arm for row in result.rows if row.call == 1] == [
+        Arm.OFF,
+        Arm.RETENTION,
+        Arm.RETURN,
+        Arm.RETURN,
+        Arm.RETENTION,
+        Arm.OFF,
+    ]
+    off = rows_of(result.rows, Scene.PAIR, Arm.OFF)
+    assert all(row.computed == row.prompt for row in off)
+    assert failed(result) == []
+    assert result.last_act is not None
+    assert result.last_act.stock is None
+    assert "stock" not in out.getvalue()
 
 
 def test_a_tie_is_counted_and_the_reference_goes_on() -> None:
@@ -209,7 +241,8 @@ def test_the_exchanged_document_is_answered_by_both() -> None:
     act = result.last_act
     assert act is not None
     assert act.stock_is_from_the_deleted
-    assert act.stock_taken == 32
+    assert act.stock is not None
+    assert act.stock.taken == 32
     assert not act.ours_is_from_the_deleted
     assert act.ours == act.reference
     stale, _ = shown(Faults(stale=True))
@@ -250,15 +283,15 @@ def test_seconds_are_told_by_act() -> None:
     """Where the time of the demo went, the starts of engines included."""
     result, _ = shown(start_s=40.0)
     assert list(result.act_seconds) == [
-        "starting engines: single, stock-pair",
+        "starting engines: single, stock",
         "one engine",
         "stock pair",
-        "starting engines: pair, stock-return",
         "exchanged document, stock",
+        "starting engines: pair",
         "pair",
         "exchanged document",
     ]
-    assert result.act_seconds["starting engines: single, stock-pair"] >= 40.0
+    assert result.act_seconds["starting engines: single, stock"] >= 40.0
 
 
 def test_people_see_answers_and_counts() -> None:

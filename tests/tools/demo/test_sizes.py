@@ -11,10 +11,12 @@ from turncache_tools.demo.sizes import (
     FLOOD_IN_FLIGHT,
     FLOOD_TOKENS,
     FULL,
+    PAIR_ALONE,
     QUICK,
     Sizes,
     Speed,
     arm_s,
+    can_be_lighter,
     candidates,
     choose,
     demo_s,
@@ -46,8 +48,9 @@ def test_slower_machines_get_less_and_never_more() -> None:
     found = [chosen(factor) for factor in (0.4, 0.8, 1, 1.3, 1.6, 2, 3, 4, 8)]
     scales = [sizes.scale for sizes in found]
     assert scales == sorted(scales, reverse=True)
-    whole = [sizes.lost_share for sizes in found if sizes.scale == 1]
+    whole = [(sizes.short_wait, sizes.lost_share) for sizes in found if sizes.scale == 1]
     assert whole == sorted(whole, reverse=True)
+    assert len(set(whole)) > 2
     assert found[-1] == list(candidates(FULL))[-1]
     assert all(sizes.lost_share <= 0.7 for sizes in found if sizes.scale < 1)
 
@@ -119,11 +122,32 @@ def test_traffic_gets_lighter_when_the_engine_is_slower_than_guessed() -> None:
     heavy = lighter(FULL, speed(0.5), num_off=1, num_on=1, limit_s=1000)
     light = lighter(FULL, speed(4), num_off=1, num_on=1, limit_s=100)
     assert heavy == FULL
-    assert light.lost_share == 0.55
+    assert (light.short_wait, light.lost_share) == (pytest.approx(1 / 6), 0.55)
+    assert can_be_lighter(heavy)
+    assert not can_be_lighter(light)
     assert light.num_blocks == FULL.num_blocks
 
 
 def test_traffic_never_gets_heavier_than_chosen() -> None:
     """What was chosen before stays the most."""
     small = list(candidates(FULL))[-1]
+    assert not can_be_lighter(small)
     assert lighter(small, speed(0.1), num_off=1, num_on=1, limit_s=9999) == small
+
+
+def test_short_waits_give_way_before_long_ones() -> None:
+    """What the agent loses, it loses in the long waits: they keep their traffic longest."""
+    found = list(candidates(FULL))
+    whole = [sizes for sizes in found if sizes.scale == 1]
+    assert [sizes.lost_share for sizes in whole[:3]] == [1.0] * 3
+    longest = [max(sizes.flood_waits) for sizes in whole]
+    shortest = [min(sizes.flood_waits) for sizes in whole]
+    assert shortest[0] == longest[0] == longest[2]
+    assert shortest[0] > shortest[1] > shortest[2] >= 1
+
+
+def test_the_quick_demo_takes_less() -> None:
+    """One pair, and three arms of five."""
+    all_s = demo_s(QUICK, speed(1), num_cores=2, num_runs=1, start_s=150.0)
+    pair_s = demo_s(QUICK, speed(1), num_cores=2, num_runs=1, start_s=50.0, arms=PAIR_ALONE)
+    assert pair_s < all_s - 100
