@@ -110,6 +110,7 @@ def test_a_cpu_pair_shares_nothing_but_the_machine() -> None:
     for launch in (prefill, decode):
         assert launch.environment["OMP_NUM_THREADS"] == "1"
         assert launch.environment["UCX_TLS"] == "tcp"
+        assert int(launch.environment["MALLOC_TRIM_THRESHOLD_"]) > 2**30
         assert launch.environment["PYTHONPATH"] == str(CPU_RIG)
         assert launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(launch.nixl_port)
 
