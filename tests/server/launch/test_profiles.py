@@ -91,6 +91,9 @@ def test_one_cpu_engine_gets_exactly_these_flags_and_variables() -> None:
         "OMP_NUM_THREADS": "2",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "4294967295",
+        "MALLOC_TOP_PAD_": "67108864",
         "HF_HUB_OFFLINE": "1",
     }
 
