@@ -32,6 +32,14 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
         },
     ),
     (m.Call(request="r"), {"type": "call", "request": "r"}),
+    (
+        m.Signal(session="s", kind="wait", expect_s=2.5),
+        {"type": "signal", "session": "s", "kind": "wait", "expect_s": 2.5},
+    ),
+    (
+        m.SignalReply(accepted=True, clipped_s=3600.0, why=""),
+        {"type": "signal_reply", "accepted": True, "clipped_s": 3600.0, "why": ""},
+    ),
     (m.SetMode(mode="off"), {"type": "mode", "mode": "off"}),
     (m.Stats(), {"type": "stats"}),
     (

@@ -31,6 +31,8 @@ from turncache_server.control.messages import (
     Refusal,
     Reply,
     Request,
+    Signal,
+    SignalReply,
     encode,
 )
 from turncache_server.control.server import ControlServer
@@ -167,6 +169,7 @@ class FakeEngine:
         num_active: chat completions being served.
         num_cancelled: chat completions whose client left.
         replies: outcomes by ``tc_request``, as the control socket tells them.
+        signals: what the control socket was told of sessions.
     """
 
     def __init__(
@@ -194,6 +197,7 @@ class FakeEngine:
         self.num_cancelled = 0
         self.num_model_questions = 0
         self.replies: dict[str, CallReply] = {}
+        self.signals: list[Signal] = []
         self.port = 0
         self._with_control = control
         self._control: ControlServer | None = None
@@ -266,6 +270,10 @@ class FakeEngine:
                 )
             case Call():
                 return self.replies.get(request.request, CallReply(found=False))
+            case Signal():
+                self.signals.append(request)
+                known = any(seen.xargs.get("tc_session") == request.session for seen in self.seen)
+                return SignalReply(accepted=known)
         return Refusal(code="unsupported", why=f"the fake does not know {request!r}")
 
     # --- HTTP ----------------------------------------------------------------------------

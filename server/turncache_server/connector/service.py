@@ -18,12 +18,15 @@ from turncache_server.control.messages import (
     Reply,
     Request,
     SetMode,
+    Signal,
+    SignalReply,
     Stats,
     StatsReply,
     Verify,
     VerifyReply,
 )
-from turncache_server.retention.mailbox import SwitchMode
+from turncache_server.retention.mailbox import Signalled, SwitchMode
+from turncache_server.retention.values import Signal as Kind
 
 #: Side channel of engines that exchange KV: host and port.
 Endpoint = tuple[str, int]
@@ -63,6 +66,8 @@ class Service:
                 return self._verify(request)
             case Call():
                 return self._call(request)
+            case Signal():
+                return self._signal(request)
             case SetMode():
                 return self._mode(request)
             case Stats():
@@ -123,6 +128,23 @@ class Service:
             at=record.at,
             pull_s=record.pull_s,
         )
+
+    def _signal(self, request: Signal) -> Reply:
+        extension = self._extension
+        if request.kind not in set(Kind):
+            legal = ", ".join(Kind)
+            return Refusal(code="malformed", why=f"kind {request.kind!r}: expected one of {legal}")
+        if extension.requested_mode is not Mode.ON:
+            return SignalReply(accepted=False, why=f"mode {extension.requested_mode.value}")
+        if not extension.table.knows(request.session):
+            return SignalReply(accepted=False, why="no call of this session is remembered")
+        longest_s = extension.settings.retain_max_s
+        expect_s = request.expect_s
+        clipped_s = longest_s if expect_s is not None and expect_s > longest_s else None
+        command = Signalled(request.session, Kind(request.kind), clipped_s or expect_s)
+        if not extension.mailbox.post(command):
+            return SignalReply(accepted=False, why="the engine's mailbox is full; try again")
+        return SignalReply(accepted=True, clipped_s=clipped_s)
 
     def _mode(self, request: SetMode) -> Reply:
         extension = self._extension

@@ -6,11 +6,12 @@ readings, only as remaining seconds. Unknown members are ignored.
 
 Version history of :data:`CONTROL_VERSION`:
 
-1. hello, peek, verify, call, mode, stats.
+1. hello, peek, verify, call, signal, mode, stats.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import msgspec
@@ -63,6 +64,21 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     request: str
 
 
+class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
+    """What the world outside a request says about a session.
+
+    Attributes:
+        session: namespaced session id.
+        kind: ``wait``, ``resume``, ``final``, ``compaction`` or ``cancel``
+            (:class:`turncache_server.retention.values.Signal`).
+        expect_s: of a wait: seconds until the next call, None when nobody knows.
+    """
+
+    session: str
+    kind: str
+    expect_s: float | None = None
+
+
 class SetMode(msgspec.Struct, frozen=True, kw_only=True, tag="mode"):
     """Switch to ``off``, ``observe`` or ``on``; an empty mode only asks."""
 
@@ -73,7 +89,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Counters and gauges of the extension."""
 
 
-Request = Hello | Peek | Verify | Call | SetMode | Stats
+Request = Hello | Peek | Verify | Call | Signal | SetMode | Stats
 
 
 class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
@@ -156,6 +172,20 @@ class CallReply(msgspec.Struct, frozen=True, kw_only=True, tag="call_reply"):
     pull_s: float = 0.0
 
 
+class SignalReply(msgspec.Struct, frozen=True, kw_only=True, tag="signal_reply"):
+    """What became of a signal.
+
+    Attributes:
+        accepted: the engine acts on it.
+        clipped_s: the expectation that counts instead of the one given, None when that counts.
+        why: why it was not accepted.
+    """
+
+    accepted: bool
+    clipped_s: float | None = None
+    why: str = ""
+
+
 class ModeReply(msgspec.Struct, frozen=True, kw_only=True, tag="mode_reply"):
     """The mode that is in force and why it may differ from what was asked."""
 
@@ -182,7 +212,16 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     why: str
 
 
-Reply = HelloReply | PeekReply | VerifyReply | CallReply | ModeReply | StatsReply | Refusal
+Reply = (
+    HelloReply
+    | PeekReply
+    | VerifyReply
+    | CallReply
+    | SignalReply
+    | ModeReply
+    | StatsReply
+    | Refusal
+)
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -257,6 +296,8 @@ def decode_request(body: bytes) -> Request:
         len(request.block_ids) == len(request.epochs) == len(request.hashes)
     ):
         raise ProtocolError("malformed", "block_ids, epochs and hashes differ in length")
+    if isinstance(request, Signal) and not 0 <= (request.expect_s or 0.0) < math.inf:
+        raise ProtocolError("malformed", f"expect_s {request.expect_s}: expected seconds from 0")
     return request
 
 

@@ -16,7 +16,7 @@ Rules:
   nobody, and gone when a peer has verified it or its time is over.
 
 Nothing here looks at whether a block is free, and nothing reads a clock. Only the engine
-thread calls these methods; :meth:`LineageTable.known_blocks` may be called from any thread.
+thread calls these methods, except those that are said to be for any thread.
 """
 
 from __future__ import annotations
@@ -116,6 +116,10 @@ class LineageTable:
         record = self._registry.sessions.get(session)
         lineages = [] if record is None else list(record.lineages.values())
         return max((common_prefix(each.known, hashes) for each in lineages), default=0)
+
+    def knows(self, session: str) -> bool:
+        """Whether calls of the session are remembered; for any thread."""
+        return session in self._registry.sessions
 
     def admit(
         self, *, session: str, tenant: str | None, hashes: Sequence[bytes], now_s: float

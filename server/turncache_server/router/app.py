@@ -22,6 +22,7 @@ from turncache_server.router.calls import API
 from turncache_server.router.config import RouterConfig
 from turncache_server.router.errors import SERVER_ERROR, ApiError
 from turncache_server.router.events import CallRefused, Events, Listener
+from turncache_server.router.forecast import Forecast
 from turncache_server.router.handlers import (
     REQUEST_ID,
     Handlers,
@@ -102,6 +103,7 @@ async def serving(
         upstream=upstream,
         control=control,
         sessions=sessions,
+        forecast=Forecast(config.max_sessions),
         records=CallRecords(config.max_calls),
         events=events,
         background=Background(),

@@ -14,8 +14,9 @@ from typing import Final
 
 from aiohttp import web
 
-from turncache.protocol import OUTCOME_HEADER
-from turncache_server.router.ending import ChatEnding
+from turncache.protocol import OUTCOME_HEADER, Boundary
+from turncache_server.control.messages import Signal
+from turncache_server.router.ending import ChatEnding, Ending
 from turncache_server.router.errors import SERVER_ERROR, ApiError, EngineRefused, LegFailed
 from turncache_server.router.events import CallEnded, CallStarted, OutcomeKnown, OutcomeMissing
 from turncache_server.router.legs import ANSWER_HEADERS
@@ -31,6 +32,7 @@ from turncache_server.router.plan import CallPlan, EngineView
 from turncache_server.router.records import CallRecord
 from turncache_server.router.relay import Relay, Relayed
 from turncache_server.router.services import Services
+from turncache_server.router.signals import send_signal
 from turncache_server.router.stream import ClientAnswer, ClientGone
 
 API: Final = "chat"
@@ -136,7 +138,7 @@ class ChatCall:
             headers=headers,
             collector=collector,
             config=self._services.config,
-            completed=lambda: self._advance(opened.engine),
+            completed=lambda: self._advance(opened.engine, collector.ending()),
         )
         # By what the engine sent, and once pings are out by what the client was promised.
         streamed = opened.leg.content_type == "text/event-stream" or self._answer.started
@@ -159,14 +161,27 @@ class ChatCall:
             response = await self._answer.whole(refusal.status, headers, refusal.body)
         return Relayed(response=response, code=refusal.status, problem="engine_error")
 
-    def _advance(self, engine: EngineView) -> None:
-        tags = self._call.tags
+    def _advance(self, engine: EngineView, ending: Ending) -> None:
+        tags, services = self._call.tags, self._services
         if tags.final:
-            self._services.sessions.forget(tags.session_id)
+            services.sessions.forget(tags.session_id)
+            services.forecast.forget(tags.session_id)
         elif not self._call.anonymous:
-            self._services.sessions.advance(
-                tags.session_id, served_by=engine.name, root=self._call.root
-            )
+            services.sessions.advance(tags.session_id, served_by=engine.name, root=self._call.root)
+            if ending.boundary is Boundary.TOOL:
+                self._begin_wait(engine, ending.tool_names)
+
+    def _begin_wait(self, engine: EngineView, tool_names: tuple[str, ...]) -> None:
+        """Tell the engines that hold the session when it will be back, if anybody knows."""
+        tags, services = self._call.tags, self._services
+        expect_s = services.forecast.begins(
+            tags.session_id, tool_names, tags.tools, now_s=services.clock()
+        )
+        if expect_s is None:
+            return
+        names = {view.name for view in (engine, self._witness) if view is not None}
+        signal = Signal(session=tags.session_id, kind="wait", expect_s=expect_s)
+        services.background.spawn(send_signal(services, sorted(names), signal), "signal a wait")
 
     # --- the outcome ----------------------------------------------------------------------
 

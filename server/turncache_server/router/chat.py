@@ -46,6 +46,8 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "use_beam_search": (bool,),
     "vllm_xargs": (dict,),
 }
+#: ``function`` is the older name, which vLLM's templates still know.
+_RESULT_ROLES: Final = ("tool", "function")
 _LEAST: Final = {"n": 1, "max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0}
 
 
@@ -58,6 +60,7 @@ class ChatRequest:
         stream: whether the answer comes as server-sent events.
         num_choices: answers that were asked for.
         has_answers: the history has an assistant message: earlier calls may have left KV.
+        brings_results: the history ends in a tool's result: a tool wait is over.
         max_tokens: longest answer in tokens, None for no limit of the client's.
         one_engine: the member because of which one engine has to serve the call alone,
             None when two can share it.
@@ -67,6 +70,7 @@ class ChatRequest:
     stream: bool
     num_choices: int
     has_answers: bool
+    brings_results: bool
     max_tokens: int | None
     one_engine: str | None
 
@@ -104,6 +108,7 @@ def read_chat(body: Body) -> ChatRequest:
         stream=bool(body.get("stream")),
         num_choices=body.get("n") or 1,
         has_answers=any(message.get("role") == "assistant" for message in messages),
+        brings_results=messages[-1].get("role") in _RESULT_ROLES,
         max_tokens=longest,
         one_engine=_one_engine(body),
     )

@@ -83,6 +83,34 @@ class OutcomeMissing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WaitEnded:
+    """A call brought the results of the tools that its session waited for.
+
+    Attributes:
+        seconds: length of the wait.
+        expect_s: what was expected of it, None when nobody knew.
+    """
+
+    request: str
+    seconds: float
+    expect_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalSent:
+    """An engine was told what happens to a session.
+
+    Attributes:
+        kind: ``wait`` or another kind of signal.
+        result: ``accepted``, ``refused`` or ``no_answer``.
+    """
+
+    engine: str
+    kind: str
+    result: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LegFailure:
     """A leg got no usable answer.
 
@@ -114,6 +142,8 @@ Event = (
     | CallEnded
     | OutcomeKnown
     | OutcomeMissing
+    | WaitEnded
+    | SignalSent
     | LegFailure
     | EngineChanged
 )

@@ -22,6 +22,7 @@ from turncache_server.router.body import Body
 from turncache_server.router.calls import ChatCall
 from turncache_server.router.chat import read_chat
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
+from turncache_server.router.events import WaitEnded
 from turncache_server.router.legs import forwarded
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.opening import CallInput
@@ -85,6 +86,8 @@ class Handlers:
             started_s=started_s,
             return_enabled=snapshot.return_enabled,
         )
+        if chat.brings_results:
+            self._end_wait(request_id, tags.session_id, started_s)
         hints = PlanHints(root=call.root, served_by=None if entry is None else entry.served_by)
         plan = make_plan(chat, hints, snapshot)
         return await ChatCall(services, call, plan, ClientAnswer(request)).run()
@@ -163,6 +166,13 @@ class Handlers:
             raise invalid('enabled: expected {"enabled": true} or false.', param="enabled")
         self._services.switches.return_enabled = enabled
         return web.json_response({"return_enabled": enabled})
+
+    def _end_wait(self, request_id: str, session: str, now_s: float) -> None:
+        ended = self._services.forecast.ends(session, now_s=now_s)
+        if ended is not None:
+            self._services.events.emit(
+                WaitEnded(request=request_id, seconds=ended.seconds, expect_s=ended.expect_s)
+            )
 
     def _snapshot(self) -> Snapshot:
         return self._services.pool.snapshot(return_enabled=self._services.switches.return_enabled)

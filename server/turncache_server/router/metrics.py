@@ -19,12 +19,18 @@ from turncache_server.router.events import (
     LegFailure,
     OutcomeKnown,
     OutcomeMissing,
+    SignalSent,
+    WaitEnded,
 )
 
 #: Content type of :meth:`Metrics.render`.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4)
+_WAIT_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
+#: Within a factor of two an expectation is worth half of clairvoyance, beyond three times
+#: three times in a row an engine ignores it.
+_RATIO = (0.1, 1 / 3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 10.0)
 _OVERHEAD_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
 
 
@@ -80,6 +86,24 @@ class Metrics:
             ("why",),
             registry=registry,
         )
+        self._waits = Histogram(
+            "turncache_router_tool_wait_seconds",
+            "Seconds between a call that ended in tool calls and the one that brought results.",
+            buckets=_WAIT_S,
+            registry=registry,
+        )
+        self._ratio = Histogram(
+            "turncache_expectation_ratio",
+            "Tool waits in multiples of what was expected of them.",
+            buckets=_RATIO,
+            registry=registry,
+        )
+        self._signals = Counter(
+            "turncache_router_signals_total",
+            "Signals about sessions to engines.",
+            ("kind", "result"),
+            registry=registry,
+        )
         self._leg_failures = Counter(
             "turncache_router_leg_failures_total",
             "Legs without a usable answer.",
@@ -113,6 +137,10 @@ class Metrics:
                 self._outcome(event)
             case OutcomeMissing():
                 self._missing.labels(event.why).inc()
+            case WaitEnded():
+                self._waited(event)
+            case SignalSent():
+                self._signals.labels(event.kind, event.result).inc()
             case LegFailure():
                 retried = "yes" if event.retried else "no"
                 self._leg_failures.labels(event.side, event.kind, retried).inc()
@@ -132,6 +160,11 @@ class Metrics:
             self._ttft.labels(event.plan.value).observe(event.ttft_s)
         if event.overhead_s is not None:
             self._overhead.observe(event.overhead_s)
+
+    def _waited(self, event: WaitEnded) -> None:
+        self._waits.observe(event.seconds)
+        if event.expect_s:
+            self._ratio.observe(event.seconds / event.expect_s)
 
     def _outcome(self, event: OutcomeKnown) -> None:
         outcome = event.outcome

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from turncache.errors import EngineFault, ProtocolError
 from turncache.protocol import Outcome, Plan, Reason
-from turncache_server.control.messages import Call, CallReply
+from turncache_server.control.messages import Call, CallReply, Reply, Request
 from turncache_server.router.plan import CallPlan
+
+R = TypeVar("R", bound=Reply)
 
 
 class AsksControl(Protocol):
     """The part of :class:`turncache_server.control.client.AsyncControlClient` used here."""
 
-    async def ask(
-        self, address: str, request: Call, kind: type[CallReply], *, timeout_s: float
-    ) -> CallReply:
-        """Ask and await the answer."""
+    async def ask(self, address: str, request: Request, kind: type[R], *, timeout_s: float) -> R:
+        """Ask and await the answer; raises EngineFault when there is none of this kind."""
         ...
 
 

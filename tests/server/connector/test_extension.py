@@ -33,6 +33,8 @@ from turncache_server.control.messages import (
     PeekReply,
     Refusal,
     SetMode,
+    Signal,
+    SignalReply,
     Stats,
     StatsReply,
     Verify,
@@ -435,6 +437,43 @@ def test_modes_over_the_control_socket(desk: Desk) -> None:
     refusal = desk.service(SetMode(mode="auto"))
     assert isinstance(refusal, Refusal)
     assert "'auto': expected one of off, observe, on" in refusal.why
+
+
+def test_an_announced_return_outlives_an_unannounced_one() -> None:
+    """Under the cost policy whoever says that it comes soon is kept instead of who is silent."""
+    desk = Desk(policy="cost", retain_budget=1.0, tenant_budget=1.0)
+    soon = desk.call("soon", session="soon", hashes=[hash_of(n) for n in range(4)])
+    silent = desk.call("silent", session="silent", hashes=[hash_of(100 + n) for n in range(4)])
+    told = desk.service(Signal(session="soon", kind="wait", expect_s=2.0))
+    assert told == SignalReply(accepted=True)
+    taken = set(desk.flood(NUM_BLOCKS - 1 - 4))
+    assert taken.isdisjoint(soon)
+    assert taken >= set(silent)
+
+
+def test_a_signal_is_answered_with_what_became_of_it(desk: Desk) -> None:
+    """Accepted, clipped to what, or refused and why; an unknown kind is an error."""
+    assert desk.service(Signal(session="nobody", kind="final")) == SignalReply(
+        accepted=False, why="no call of this session is remembered"
+    )
+    desk.call("r1", session="s")
+    clipped = desk.service(Signal(session="s", kind="wait", expect_s=1e6))
+    assert clipped == SignalReply(accepted=True, clipped_s=3600.0)
+    refusal = desk.service(Signal(session="s", kind="nap"))
+    assert isinstance(refusal, Refusal)
+    assert "'nap': expected one of wait, resume, final" in refusal.why
+    desk.service(SetMode(mode="off"))
+    assert desk.service(Signal(session="s", kind="wait")) == SignalReply(
+        accepted=False, why="mode off"
+    )
+
+
+def test_a_final_signal_lets_everything_go(desk: Desk) -> None:
+    """An agent whose run has ended without a last call keeps nothing."""
+    kept = desk.call("r1", session="s")
+    desk.service(Signal(session="s", kind="final"))
+    assert set(desk.flood(NUM_BLOCKS - 1)) >= set(kept)
+    assert desk.extension.gauges()["retained_blocks"] == 0
 
 
 def test_a_full_mailbox_is_said(desk: Desk) -> None:
