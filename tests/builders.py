@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -208,6 +208,7 @@ class Transfer:
 
     Attributes:
         pieces: (source block, destination block, half) that were not copied yet.
+        told: tells the source, once, that it has been read.
         state: what NIXL says of it: ``PROC``, ``DONE`` or ``ERR``.
         releasable: whether the backend gives the handle up in its present state.
         released: the handle was given back.
@@ -216,6 +217,7 @@ class Transfer:
     source: Memory
     destination: Memory
     pieces: list[tuple[int, int, int]]
+    told: Callable[[], None] = lambda: None
     state: str = "PROC"
     releasable: bool = True
     released: bool = False
@@ -230,6 +232,7 @@ class Transfer:
         del self.pieces[:count]
         if not self.pieces and self.state == "PROC":
             self.state = "DONE"
+            self.told()
 
     def fail(self, *, still_writing: bool = False) -> None:
         """End in an error, with or without the backend still writing."""
@@ -252,6 +255,7 @@ class Wire:
         self._memory = memory
         self._rank = rank
         self.transfers: dict[int, Transfer] = {}
+        self.notices: list[bytes] = []
 
     def make_prepped_xfer(
         self,
@@ -260,7 +264,8 @@ class Wire:
         local_ids: Any,
         remote_handle: str,
         remote_ids: Any,
-        **_: Any,
+        *,
+        notif_msg: bytes,
     ) -> int:
         assert operation == "READ"
         source = self._world.engines[remote_handle].memories[self._rank]
@@ -271,7 +276,8 @@ class Wire:
         ]
         self._world.shuffle(pieces)
         handle = self._world.next_handle()
-        self.transfers[handle] = Transfer(source, self._memory, pieces)
+        tell = functools.partial(self.send_notif, f"agent-{remote_handle}", notif_msg)
+        self.transfers[handle] = Transfer(source, self._memory, pieces, tell)
         return handle
 
     def transfer(self, handle: int) -> None:
@@ -294,10 +300,12 @@ class Wire:
         return True
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        return {}
+        notices, self.notices = self.notices, []
+        return {"peer": notices} if notices else {}
 
-    def send_notif(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("nothing is notified without a read")
+    def send_notif(self, agent: str, notif_msg: bytes) -> None:
+        source = self._world.engines[agent.removeprefix("agent-")].workers[self._rank]
+        source.nixl_wrapper.notices.append(notif_msg)
 
 
 class _NoStats:
@@ -359,6 +367,8 @@ class WiredWorker(TurncacheWorker):
             setattr(self, name, set())
         for name in ("_ready_requests", "_failed_recv_reqs", "_invalid_block_ids"):
             setattr(self, name, queue.Queue())
+        self.consumer_notification_counts_by_req: Counter[str] = Counter()
+        self.expected_consumer_notifications_by_req: dict[str, int] = {}
         self._transfer_layer_group_ids: list[int] = []
         self.region_group_ids = [0]
         self.block_len_per_layer = [1]
@@ -662,6 +672,8 @@ class Engine:
         self.memories = [Memory(num_blocks) for _ in range(num_ranks)]
         self.workers = [WiredWorker(world, m, r) for r, m in enumerate(self.memories)]
         self.flights: deque[Flight] = deque()
+        #: What answers said of held KV, by request.
+        self.said: dict[str, dict[str, Any]] = {}
         self.texts: dict[str, Text] = {}
         self.promises: dict[bytes, tuple[int, ...]] = {}
         self.steps = 0
@@ -971,6 +983,7 @@ class Engine:
                 results = worker.get_transfer_results()
                 assert output.finished_recving is not None
                 output.finished_recving |= results.finished_recving
+                output.finished_sending = results.finished_sending
                 output.failed_recving |= results.failed_recving
                 output.invalid_block_ids |= worker.get_block_ids_with_load_errors()
                 report = worker.take_report()
@@ -999,7 +1012,10 @@ class Engine:
         if flight.output is None:
             self.execute(flight)
         assert flight.output is not None
-        self.scheduler.update_from_output(flight.scheduled, flight.output)
+        outputs = self.scheduler.update_from_output(flight.scheduled, flight.output)
+        for answer in [o for each in outputs.values() for o in each.outputs]:
+            if answer.kv_transfer_params is not None:
+                self.said[answer.request_id] = answer.kv_transfer_params
         for request, *_ in flight.writes:
             text = self.texts[request.request_id]
             tokens = list(request.all_token_ids)

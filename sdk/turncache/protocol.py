@@ -661,6 +661,8 @@ class EngineHints:
         request: id under which the outcome is kept; vLLM randomises its own.
         final: nothing follows this call.
         compaction: the caller replaced its history: the old chain is superseded.
+        stock: ``kv_transfer_params`` are our router's: hand this prompt over as vLLM's own
+            NIXL connector does.
     """
 
     session: str
@@ -675,6 +677,7 @@ class EngineHints:
     request: str | None = None
     final: bool = False
     compaction: bool = False
+    stock: bool = False
 
     def to_xargs(self) -> dict[str, str | int | float]:
         """Encode as scalars; members at their default are left out."""
@@ -688,7 +691,7 @@ class EngineHints:
                 out[XARG_PREFIX + name] = value
         if self.priority != DEFAULT_PRIORITY:
             out["tc_priority"] = self.priority
-        for name in ("handover", "final", "compaction"):
+        for name in ("handover", "final", "compaction", "stock"):
             if getattr(self, name):
                 out[XARG_PREFIX + name] = 1
         return out
@@ -727,6 +730,7 @@ class EngineHints:
             request=_legal_or_none(xargs.get("tc_request")),
             final=xargs.get("tc_final") == 1,
             compaction=xargs.get("tc_compaction") == 1,
+            stock=xargs.get("tc_stock") == 1,
         )
 
 

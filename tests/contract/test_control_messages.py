@@ -119,7 +119,10 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
             "pull_s": 0.5,
         },
     ),
-    (m.ModeReply(mode="on", why=""), {"type": "mode_reply", "mode": "on", "why": ""}),
+    (
+        m.ModeReply(mode="observe", why="", pulls=False),
+        {"type": "mode_reply", "mode": "observe", "why": "", "pulls": False},
+    ),
     (
         m.StatsReply(counters={"calls": 1.0}, gauges={"blocks": 2.0}),
         {"type": "stats_reply", "counters": {"calls": 1.0}, "gauges": {"blocks": 2.0}},
@@ -130,7 +133,7 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
     ),
 ]
 IDS = [type(message).__name__ for message, _ in GOLDEN]
-QUESTIONS = (m.Hello, m.Peek, m.Verify, m.Call, m.SetMode, m.Stats)
+QUESTIONS = (m.Hello, m.Peek, m.Verify, m.Call, m.Signal, m.SetMode, m.Stats)
 
 
 def on_the_wire(v: int, number: int, body: object) -> bytes:

@@ -153,6 +153,17 @@ class Driver:
             self.control.ask(engine.control_address, SetMode(mode=mode), ModeReply, timeout_s=5)
         self.flood(1, 200)
 
+    def wait_for_pulls(self, *, wanted: bool, timeout_s: float = 20.0) -> None:
+        """Wait until the router has noticed that its engines pull, or that none does."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with urllib.request.urlopen(f"{self.stack.base_url}/health", timeout=10) as reply:
+                sides = json.load(reply)["sides"].values()
+            if {side["pulling"] == side["engines"] for side in sides} == {wanted}:
+                return
+            assert time.monotonic() < deadline, sides
+            time.sleep(0.05)
+
     def address(self, name: str) -> str:
         """Return the control address of an engine."""
         address = self.engine(name).control_address

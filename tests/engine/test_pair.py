@@ -222,6 +222,33 @@ def test_an_engine_that_dies_is_replaced(drive: Driver, ids: tuple[str, str]) ->
     assert_same(last, drive.recomputed(follow))
 
 
+def test_a_pair_that_is_switched_off_hands_over_as_stock(
+    drive: Driver, ids: tuple[str, str]
+) -> None:
+    """Decode takes the prompt from prefill as with the stock connector; switched on, all is back."""
+    session, salt = ids
+    messages = conversation(3500)
+    drive.set_mode("off")
+    try:
+        drive.wait_for_pulls(wanted=False)
+        before = drive.stats("decode-0").counters
+        answer = drive.call(messages, session=session, salt=salt)
+        outcome = assert_adds_up(answer.outcome)
+        assert outcome.reason is Reason.DISABLED
+        after = drive.stats("decode-0").counters
+        assert after["stock_handovers"] - before.get("stock_handovers", 0) == 1
+        assert after["computed_tokens"] - before["computed_tokens"] <= 1
+        assert_same(answer, drive.recomputed(messages))
+    finally:
+        drive.set_mode("on")
+        drive.wait_for_pulls(wanted=True)
+    history = list(continued(messages, answer))
+    again = drive.call(history, session=session, salt=salt)
+    assert_same(again, drive.recomputed(history))
+    drive.end_sessions()
+    assert_no_leak(drive)
+
+
 def assert_no_leak(drive: Driver) -> None:
     """Check that every block of both engines is free and nothing is in flight."""
     for name in ("prefill-0", "decode-0"):

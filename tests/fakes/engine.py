@@ -28,9 +28,11 @@ from turncache_server.control.messages import (
     CallReply,
     Hello,
     HelloReply,
+    ModeReply,
     Refusal,
     Reply,
     Request,
+    SetMode,
     Signal,
     SignalReply,
     encode,
@@ -170,6 +172,7 @@ class FakeEngine:
         num_cancelled: chat completions whose client left.
         replies: outcomes by ``tc_request``, as the control socket tells them.
         signals: what the control socket was told of sessions.
+        mode: of the extension; in any but ``on`` it pulls nothing.
     """
 
     def __init__(
@@ -198,6 +201,7 @@ class FakeEngine:
         self.num_model_questions = 0
         self.replies: dict[str, CallReply] = {}
         self.signals: list[Signal] = []
+        self.mode = "on"
         self.port = 0
         self._with_control = control
         self._control: ControlServer | None = None
@@ -270,6 +274,9 @@ class FakeEngine:
                 )
             case Call():
                 return self.replies.get(request.request, CallReply(found=False))
+            case SetMode():
+                self.mode = request.mode or self.mode
+                return ModeReply(mode=self.mode, pulls=self.mode == "on")
             case Signal():
                 self.signals.append(request)
                 known = any(seen.xargs.get("tc_session") == request.session for seen in self.seen)
@@ -330,7 +337,7 @@ class FakeEngine:
         if body.get("stream"):
             return await self._stream(request, answer, script)
         whole = whole_answer(body, answer)
-        whole["kv_transfer_params"] = script.kv_transfer_params
+        whole["kv_transfer_params"] = script.kv_transfer_params or self._held(seen)
         return web.json_response(whole)
 
     async def _stream(
@@ -363,12 +370,30 @@ class FakeEngine:
 
     # --- the model and its KV -------------------------------------------------------------
 
+    def _held(self, seen: Seen) -> dict[str, Any] | None:
+        """Answer a stock hand-over's question: where the prompt's KV lies."""
+        if seen.xargs.get("tc_stock") != 1:
+            return None
+        if not (seen.body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            return None
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.name,
+            "remote_block_ids": [[1, 2]],
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+        }
+
     def _generate(self, seen: Seen) -> Answer:
         body, xargs = seen.body, seen.xargs
         prompt = render(body["messages"], body.get("tools"))
         chain = chain_of(prompt)
         held = local = self.kv.prefix_tokens(chain)
-        source = self.fleet.get(xargs.get("tc_source", ""))
+        stock = (body.get("kv_transfer_params") or {}).get("remote_engine_id")
+        source = self.fleet.get(stock or xargs.get("tc_source", ""))
+        if self.mode != "on" and not stock:
+            source = None
         if source is not None:
             held = max(local, source.kv.prefix_tokens(chain))
         total = num_tokens(prompt)

@@ -341,7 +341,12 @@ def test_rule_7_a_loaded_connector_changes_nothing_else(connector: str, deferred
         engine.add("r", tokens(30), session="s")
         outputs = []
         update = engine.scheduler.update_from_output
-        engine.scheduler.update_from_output = lambda *args: outputs.append(update(*args))
+
+        def collect(*args: Any) -> Any:
+            outputs.append(update(*args))
+            return outputs[-1]
+
+        engine.scheduler.update_from_output = collect
         engine.run()
         answers = [o for each in outputs for client in each.values() for o in client.outputs]
         assert answers

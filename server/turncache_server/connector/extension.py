@@ -78,6 +78,7 @@ class _Call:
     admission: Admission | None
     prompt: int
     local: int = 0
+    handed_over: int = 0
     refused: Reason | None = None
     # As of the first admission. What a preempted call reuses when it comes back is not
     # added: its prompt would be counted twice.
@@ -214,7 +215,7 @@ class Extension:
     def arrived(self, request: Any) -> EngineHints | None:
         """Admit a request; returns its hints when it belongs to a session."""
         self._drain()
-        hints = self._hints(request)
+        hints = self.hints_of(request)
         if hints is None:
             return None
         admission = None
@@ -230,7 +231,8 @@ class Extension:
         )
         return hints
 
-    def _hints(self, request: Any) -> EngineHints | None:
+    def hints_of(self, request: Any) -> EngineHints | None:
+        """Read what a request says of its session; also when the extension is off."""
         params = request.sampling_params
         extra = getattr(params, "extra_args", None) or {}
         hints = EngineHints.from_xargs(extra, trusted=self.settings.trust_hints)
@@ -256,10 +258,20 @@ class Extension:
             call.local = local_tokens
 
     @guarded
-    def admitted(self, request: Any, pull: Pull | None) -> None:
-        """Put the record of a request that is about to be computed."""
+    def admitted(self, request: Any, pull: Pull | None, *, handed_over: int = 0) -> None:
+        """Put the record of a request that is about to be computed.
+
+        Args:
+            request: vLLM's request.
+            pull: its pull, if it has one.
+            handed_over: tokens that a stock hand-over brings.
+        """
         call = self._calls.get(request.request_id)
         if call is not None and request.num_preemptions == 0:
+            # Looked at again when the load is done, with nothing more to bring. Of a whole
+            # prompt the last token is computed all the same.
+            most = max(0, call.prompt - 1 - call.local)
+            call.handed_over = max(call.handed_over, min(handed_over, most))
             call.record = self._record(call, pull)
             self.book.put(call.hints.request, call.record)
 
@@ -347,7 +359,7 @@ class Extension:
 
     def _record(self, call: _Call, pull: Pull | None) -> CallRecord:
         size = self.facts.block_size
-        returned = pull.returned_blocks * size if pull is not None else 0
+        returned = pull.returned_blocks * size if pull is not None else call.handed_over
         known = 0 if call.admission is None else call.admission.known_blocks
         if pull is not None:
             known = max(known, pull.known_blocks)
@@ -399,6 +411,8 @@ class Extension:
                     now_s=self._clock(),
                 )
                 self._apply(effect)
+                # What is worth most may be another lineage now, though no block has changed.
+                self._ranked_at_s = float("-inf")
             elif isinstance(command, SwitchMode):
                 self._switch(Mode(command.mode))
 

@@ -1,9 +1,13 @@
 """The scheduler side of ``TurncacheConnector``: hooks to extension and pulls.
 
-Replaces the stock scheduler logic whole: a pull's parameters live in
-:class:`~turncache_server.connector.pull.PullBook` and never in ``kv_transfer_params``,
-whose stock branches park a request for ever when it is looked at twice. What is kept of the
-stock class is the side channel that serves NIXL handshakes.
+A pull's parameters live in :class:`~turncache_server.connector.pull.PullBook` and never in
+``kv_transfer_params``, whose stock branches for returns park a request for ever when it is
+looked at twice.
+
+Where nothing is pulled (mode *off* or *observe*, an unsupported set-up, an extension that
+has switched itself off) a pair still has to hand prompts over: our router then asks for it
+as every proxy of vLLM does, and such a request goes through the stock scheduler logic, of
+which this is a subclass, from its arrival to its end.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
-    NixlBaseConnectorScheduler,
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+    NixlPullConnectorScheduler,
 )
 
 from turncache.protocol import Mode, Reason
@@ -30,6 +34,7 @@ from turncache_server.connector.pull import Pull, PullBook, Read
 from turncache_server.connector.service import Service
 from turncache_server.connector.versions import settings_for
 from turncache_server.connector.worker import (
+    PULL_PREFIX,
     PeerEndpoint,
     ReadKey,
     TurncacheMetadata,
@@ -89,7 +94,7 @@ class _Abandoned:
     peer: str
 
 
-class PairScheduler(NixlBaseConnectorScheduler):
+class PairScheduler(NixlPullConnectorScheduler):
     """One engine's hooks; runs on the engine thread."""
 
     def __init__(
@@ -126,6 +131,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
             timeout_s=settings.pull_timeout_s,
         )
         self._abandoned: dict[ReadKey, _Abandoned] = {}
+        self._stock: set[str] = set()
         self._greeted: set[str] = set()
         self._stepped_at_s = 0.0
         self._pool: Any = None
@@ -178,8 +184,15 @@ class PairScheduler(NixlBaseConnectorScheduler):
     def on_new_request(self, request: Any) -> None:
         """Admit a request, and peek at the engine that its hints name."""
         # Whatever a client sends here could steer NIXL: it is dropped before vLLM reads it.
-        request.kv_transfer_params = None
-        hints = self.extension.arrived(request)
+        params, request.kv_transfer_params = request.kv_transfer_params, None
+        hints = self.extension.hints_of(request)
+        self.extension.arrived(request)
+        if hints is not None and hints.stock and isinstance(params, dict):
+            self._stock.add(request.request_id)
+            self.totals["stock_handovers"] += 1
+            request.kv_transfer_params = params
+            super().on_new_request(request)
+            return
         if hints is None or hints.source is None:
             return
         reason = self._start_pull(request, hints.session, hints.source)
@@ -219,6 +232,9 @@ class PairScheduler(NixlBaseConnectorScheduler):
     ) -> tuple[int | None, bool]:
         """Offer what the peek has found beyond the local hit."""
         self.extension.looked_at(request, num_computed_tokens)
+        if request.request_id in self._stock:
+            tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+            return tokens, is_async
         if not self.extension.acting:
             return 0, False
         tokens = self._pulls.look(request.request_id, num_computed_tokens, self._clock())
@@ -232,7 +248,10 @@ class PairScheduler(NixlBaseConnectorScheduler):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take the request over when blocks were allocated for our offer."""
-        if num_external_tokens > 0:
+        if request.request_id in self._stock:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+            self.extension.admitted(request, None, handed_over=num_external_tokens)
+        elif num_external_tokens > 0:
             self._pulls.allocated(
                 request,
                 blocks.blocks[0],
@@ -250,7 +269,8 @@ class PairScheduler(NixlBaseConnectorScheduler):
         self.extension.step_scheduled(scheduler_output)
         self._stepped_at_s = self._clock()
         meta = TurncacheMetadata()
-        meta.scheduler_clock = time.perf_counter()
+        for name, value in vars(super().build_connector_meta(scheduler_output)).items():
+            setattr(meta, name, value)
         for read in self._pulls.take_reads():
             self._order(meta, read)
         meta.failures = self._pulls.take_failures()
@@ -267,7 +287,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
             kv_transfer_params={
                 "remote_block_ids": (read.remote_blocks,),
                 "remote_engine_id": read.engine_id,
-                "remote_request_id": f"tc-{read.request_id}-{read.attempt}",
+                "remote_request_id": f"{PULL_PREFIX}{read.request_id}-{read.attempt}",
                 "remote_host": read.host,
                 "remote_port": read.port,
                 "tp_size": read.tp_size,
@@ -297,6 +317,7 @@ class PairScheduler(NixlBaseConnectorScheduler):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Hold finished reads for their verification, and hand verified ones back."""
+        super().update_connector_output(connector_output)
         finished = set(connector_output.finished_recving or ())
         failed = set(connector_output.failed_recving or ())
         if failed:
@@ -365,7 +386,11 @@ class PairScheduler(NixlBaseConnectorScheduler):
 
     @_harmless(_NO_DELAY)
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the call's blocks wanted; never delay their freeing."""
+        """Keep the call's blocks wanted; only a stock hand-over delays their freeing."""
         pull = self._pulls.ended(request.request_id)
         self.extension.finished(request, list(block_ids[0]), pull)
-        return False, None
+        if request.request_id not in self._stock:
+            return False, None
+        self._stock.discard(request.request_id)
+        delayed, params = super().request_finished(request, block_ids)
+        return delayed, params

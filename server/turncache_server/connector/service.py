@@ -148,17 +148,20 @@ class Service:
 
     def _mode(self, request: SetMode) -> Reply:
         extension = self._extension
-        if not request.mode:
-            return ModeReply(mode=extension.requested_mode.value)
-        if request.mode not in set(Mode):
+        if request.mode and request.mode not in set(Mode):
             legal = ", ".join(mode.value for mode in Mode)
             return Refusal(code="malformed", why=f"mode {request.mode!r}: expected one of {legal}")
+        if not request.mode:
+            return self._in_force(extension.broken or "")
         if extension.broken is not None:
-            return ModeReply(mode=Mode.OFF.value, why=extension.broken)
+            return self._in_force(extension.broken)
         if not extension.mailbox.post(SwitchMode(request.mode)):
-            return ModeReply(
-                mode=extension.requested_mode.value,
-                why="the engine's mailbox is full; try again",
-            )
+            return self._in_force("the engine's mailbox is full; try again")
         extension.requested_mode = Mode(request.mode)
-        return ModeReply(mode=request.mode)
+        return self._in_force("")
+
+    def _in_force(self, why: str) -> ModeReply:
+        extension = self._extension
+        mode = extension.requested_mode
+        pulls = mode is Mode.ON and not extension.facts.unsupported_pull
+        return ModeReply(mode=mode.value, why=why, pulls=pulls)

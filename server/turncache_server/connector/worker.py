@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
@@ -90,6 +90,35 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return self
 
 
+#: Begins the name under which a source is told that a pull has read: it held nothing for it.
+PULL_PREFIX: Final = "tc-"
+
+
+class WithoutOurNotices:
+    """A NIXL agent whose notices of pulls are dropped.
+
+    A stock hand-over's notice releases what was held for it; one of a pull would be taken
+    for a reader that came after everything had expired.
+
+    Args:
+        agent: vLLM's NIXL agent.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        """Return what readers have sent, by agent."""
+        ours = PULL_PREFIX.encode()
+        return {
+            agent: [notice for notice in notices if not notice.startswith(ours)]
+            for agent, notices in self._agent.get_new_notifs().items()
+        }
+
+
 @dataclass(slots=True)
 class _Abandoned:
     """Transfers of an abandoned read that may still write."""
@@ -100,6 +129,8 @@ class _Abandoned:
 
 class TurncacheWorker(NixlPullConnectorWorker):
     """NIXL reads with deadlines; runs in each worker process, on its main thread."""
+
+    nixl_wrapper: Any
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         affinity = os.sched_getaffinity(0)
@@ -112,6 +143,7 @@ class TurncacheWorker(NixlPullConnectorWorker):
 
     def _init_ours(self, clock: Callable[[], float]) -> None:
         """Set our own state, apart from what the stock worker needs."""
+        self.nixl_wrapper = WithoutOurNotices(self.nixl_wrapper)
         self._clock = clock
         self._deadlines: dict[str, float] = {}
         self._attempts: dict[str, int] = {}
@@ -135,8 +167,9 @@ class TurncacheWorker(NixlPullConnectorWorker):
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         # A handshake can end after its request was abandoned; by then the blocks belong
-        # to somebody else, or to a second pull of the same request.
-        if self._recving_metadata.get(req_id) is meta:
+        # to somebody else, or to a second pull of the same request. What awaits nothing (a
+        # stock hand-over that found all in the own cache) only lets the source go.
+        if not meta.awaiting_kvs or self._recving_metadata.get(req_id) is meta:
             super()._read_blocks_for_req(req_id, meta)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
@@ -210,11 +243,6 @@ class TurncacheWorker(NixlPullConnectorWorker):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Report none: whole requests fail, because block ids are ambiguous across groups."""
         super().get_block_ids_with_load_errors()
-        return set()
-
-    def _get_new_notifs(self) -> set[str]:
-        # A reader's completion notice releases nothing here: nothing was held for it.
-        self.nixl_wrapper.get_new_notifs()
         return set()
 
     def take_report(self) -> WorkerReport | None:

@@ -187,10 +187,16 @@ class SignalReply(msgspec.Struct, frozen=True, kw_only=True, tag="signal_reply")
 
 
 class ModeReply(msgspec.Struct, frozen=True, kw_only=True, tag="mode_reply"):
-    """The mode that is in force and why it may differ from what was asked."""
+    """The mode that is in force and why it may differ from what was asked.
+
+    Attributes:
+        pulls: the engine takes and gives KV by verified pulls; without them a router has
+            prompts handed over as stock does.
+    """
 
     mode: str
     why: str = ""
+    pulls: bool = True
 
 
 class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):

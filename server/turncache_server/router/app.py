@@ -99,7 +99,7 @@ async def serving(
     services = Services(
         config=config,
         switches=Switches(return_enabled=config.return_enabled),
-        pool=Pool(config, upstream, events, clock, engine_key),
+        pool=Pool(config, upstream, control, events=events, clock=clock, engine_key=engine_key),
         upstream=upstream,
         control=control,
         sessions=sessions,

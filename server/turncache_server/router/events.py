@@ -136,6 +136,20 @@ class EngineChanged:
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePulls:
+    """An engine begins to pull, or stops.
+
+    Attributes:
+        mode: of its extension.
+    """
+
+    engine: str
+    side: str
+    mode: str
+    pulls: bool
+
+
 Event = (
     CallRefused
     | CallStarted
@@ -146,6 +160,7 @@ Event = (
     | SignalSent
     | LegFailure
     | EngineChanged
+    | EnginePulls
 )
 Listener = Callable[[Event], None]
 

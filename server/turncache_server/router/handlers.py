@@ -139,6 +139,7 @@ class Handlers:
             side.value: {
                 "live": sum(engine.live for engine in snapshot.of_side(side)),
                 "engines": len(snapshot.of_side(side)),
+                "pulling": sum(engine.pulls for engine in snapshot.of_side(side)),
             }
             for side in snapshot.needed_sides
         }

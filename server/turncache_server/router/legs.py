@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
+import msgspec
+
 from turncache.protocol import REQUEST_ID_HEADER, SESSION_HEADER, EngineHints
 from turncache_server.router.body import XARGS, Body
 
@@ -58,6 +60,19 @@ _PREFILL_DROP: Final = frozenset(
 # not choose the id of an engine's request, two equal ones corrupt its state.
 _NEVER: Final = frozenset({"request_id"})
 
+#: Member with which engines tell each other, through a proxy, what is held where.
+TRANSFER: Final = "kv_transfer_params"
+
+
+_NULL: Final = msgspec.Raw(b"null")
+
+
+class _Prefilled(msgspec.Struct, frozen=True):
+    kv_transfer_params: msgspec.Raw = _NULL
+
+
+_prefilled: Final = msgspec.json.Decoder(_Prefilled)
+
 #: Request headers that an engine may see as the client sent them: its key, when the router
 #: has none of its own, and trace context.
 FORWARDED_HEADERS: Final = ("authorization", "traceparent", "tracestate")
@@ -65,14 +80,49 @@ FORWARDED_HEADERS: Final = ("authorization", "traceparent", "tracestate")
 ANSWER_HEADERS: Final = ("content-type", "retry-after")
 
 
+#: What a prefill engine is asked in a stock hand-over: hold the prompt's KV, and say where.
+_HOLD: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
 def prefill_body(body: Body, hints: EngineHints) -> bytes:
     """Make the body of the prefill leg."""
-    return body.edited(drop=_PREFILL_DROP | _NEVER, put={**_PREFILL_PUT, **_ours(body, hints)})
+    ours = _ours(body, hints)
+    if hints.stock:
+        ours[TRANSFER] = json.dumps(_HOLD)
+    return body.edited(drop=_PREFILL_DROP | _NEVER, put={**_PREFILL_PUT, **ours})
 
 
-def serving_body(body: Body, hints: EngineHints) -> bytes:
-    """Make the body of the leg whose answer the client gets."""
-    return body.edited(drop=_NEVER, put=_ours(body, hints))
+def serving_body(body: Body, hints: EngineHints, *, held: bytes | None = None) -> bytes:
+    """Make the body of the leg whose answer the client gets.
+
+    Args:
+        body: the client's.
+        hints: of this leg.
+        held: in a stock hand-over what the prefill engine has said, as JSON.
+    """
+    ours = _ours(body, hints)
+    if held is not None:
+        ours[TRANSFER] = held.decode()
+    return body.edited(drop=_NEVER, put=ours)
+
+
+def transfer_params(answer: bytes) -> bytes | None:
+    """Return what a prefill engine holds for a stock hand-over, as JSON.
+
+    None when it holds nothing, as for a prompt that fills no block: decode then computes.
+    """
+    try:
+        held = bytes(_prefilled.decode(answer).kv_transfer_params)
+    except msgspec.DecodeError:
+        return None
+    return held if held.startswith(b"{") else None
 
 
 def leg_headers(

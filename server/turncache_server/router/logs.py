@@ -7,6 +7,7 @@ import logging
 from turncache_server.router.events import (
     CallEnded,
     EngineChanged,
+    EnginePulls,
     Event,
     LegFailure,
     OutcomeKnown,
@@ -44,6 +45,14 @@ def log_event(event: Event) -> None:
                 event.side,
                 event.kind,
                 ", trying another" if event.retried else "",
+            )
+        case EnginePulls(pulls=False):
+            logger.warning(
+                "engine %s (%s) is in mode %s and pulls nothing: prompts are handed over as "
+                "stock does, nothing is returned",
+                event.engine,
+                event.side,
+                event.mode,
             )
         case EngineChanged():
             logger.log(

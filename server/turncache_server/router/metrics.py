@@ -15,6 +15,7 @@ from turncache_server.router.events import (
     CallRefused,
     CallStarted,
     EngineChanged,
+    EnginePulls,
     Event,
     LegFailure,
     OutcomeKnown,
@@ -119,6 +120,12 @@ class Metrics:
             ("engine", "side"),
             registry=registry,
         )
+        self._pulls = Gauge(
+            "turncache_router_engine_pulls",
+            "Whether an engine takes and gives KV by verified pulls.",
+            ("engine", "side"),
+            registry=registry,
+        )
         sessions = Gauge(
             "turncache_router_sessions", "Sessions in the router's table.", registry=registry
         )
@@ -146,6 +153,8 @@ class Metrics:
                 self._leg_failures.labels(event.side, event.kind, retried).inc()
             case EngineChanged():
                 self._live.labels(event.engine, event.side).set(event.live)
+            case EnginePulls():
+                self._pulls.labels(event.engine, event.side).set(event.pulls)
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

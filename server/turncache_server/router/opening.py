@@ -18,7 +18,13 @@ from turncache_server.router.chat import ChatRequest
 from turncache_server.router.ending import ChatEnding
 from turncache_server.router.errors import EngineRefused, LegFailed
 from turncache_server.router.events import LegFailure
-from turncache_server.router.legs import ANSWER_HEADERS, leg_headers, prefill_body, serving_body
+from turncache_server.router.legs import (
+    ANSWER_HEADERS,
+    leg_headers,
+    prefill_body,
+    serving_body,
+    transfer_params,
+)
 from turncache_server.router.plan import CallPlan, EngineView
 from turncache_server.router.services import Services
 from turncache_server.router.upstream import EngineAnswer
@@ -94,6 +100,7 @@ class Opening:
         self._plan = plan
         self._prefilled = prefilled
         self._num_attempts = 0
+        self._held: bytes | None = None
         self.engine_s = 0.0
         self.prefill_s: float | None = None
 
@@ -142,7 +149,7 @@ class Opening:
             source=self._plan.source,
             # While returns are on, decode keeps the session: it has the answer as well.
             retain_s=0.0 if self._call.return_enabled else self._call.tags.retain_s,
-            handover=True,
+            handover=not self._plan.stock,
         )
         async with await self._post(engine, "p", prefill_body(self._call.body, hints)) as leg:
             first = await self._checked(engine, leg)
@@ -153,13 +160,16 @@ class Opening:
             raise LegFailed(
                 engine.name, "bad_answer", f"failed to prefill: {problem}", consumed=True
             )
+        if self._plan.stock:
+            self._held = transfer_params(body)
         self.prefill_s = self._services.clock() - began_s
         return engine
 
     async def _serve(self, engine: EngineView, kind: str, source: str | None) -> Opened:
         """Run the serving leg up to the first byte of its answer."""
         hints = self._hints(kind, source=source, retain_s=self._call.tags.retain_s)
-        leg = await self._post(engine, kind[0], serving_body(self._call.body, hints))
+        body = serving_body(self._call.body, hints, held=self._held)
+        leg = await self._post(engine, kind[0], body)
         try:
             first = await self._checked(engine, leg)
         except asyncio.CancelledError:
@@ -185,6 +195,7 @@ class Opening:
             request=self._call.request,
             final=tags.final,
             compaction=tags.cause is Cause.COMPACTION,
+            stock=self._plan.stock,
         )
 
     async def _post(self, engine: EngineView, kind: str, body: bytes) -> EngineAnswer:

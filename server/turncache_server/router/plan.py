@@ -28,6 +28,7 @@ class EngineView:
         name: name in the router's configuration.
         engine_id: name by which other engines may pull from it.
         live: its last health check succeeded and its circuit is closed.
+        pulls: it takes and gives KV by verified pulls, as far as anybody knows.
         models: context length in tokens (None when the engine does not say) by served
             model name; empty before the engine has been reached.
     """
@@ -36,6 +37,7 @@ class EngineView:
     engine_id: str
     side: Side
     live: bool = True
+    pulls: bool = True
     models: Mapping[str, int | None] = field(default_factory=dict)
 
 
@@ -81,6 +83,7 @@ class CallPlan:
             call alone.
         serve: engines that answer the client, best first, never empty.
         source: engine id that prefill is to pull from, None without a return.
+        stock: prefill hands over to decode as stock does: an engine of the plan pulls nothing.
     """
 
     label: Plan
@@ -88,6 +91,7 @@ class CallPlan:
     prefill: tuple[EngineView, ...]
     serve: tuple[EngineView, ...]
     source: str | None = None
+    stock: bool = False
 
 
 def make_plan(request: ChatRequest, hints: PlanHints, snapshot: Snapshot) -> CallPlan:
@@ -103,13 +107,19 @@ def make_plan(request: ChatRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
     if request.one_engine is not None:
         return CallPlan(label=Plan.COLD, reason=Reason.UNSUPPORTED, prefill=(), serve=decode)
     prefill = _candidates(request, hints, snapshot, Side.PREFILL)
-    reason, source = _source(request, hints, snapshot, decode[0])
+    # One that does not pull decides for all: which of them will answer is not known yet.
+    stock = not all(engine.pulls for engine in (*prefill, *decode))
+    if stock:
+        reason, source = Reason.DISABLED, None
+    else:
+        reason, source = _source(request, hints, snapshot, decode[0])
     return CallPlan(
         label=Plan.COLD if source is None else Plan.RETURN,
         reason=reason,
         prefill=prefill,
         serve=decode,
         source=source,
+        stock=stock,
     )
 
 

@@ -1,4 +1,4 @@
-"""The engines: which are live, and what they serve.
+"""The engines: which are live, what they serve, and whether they pull.
 
 Owner of that state. An engine is live when its last health check succeeded and its circuit
 is closed. A connection that is refused counts as a failed health check, and starts the next
@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+from turncache.errors import EngineFault
+from turncache_server.control.messages import ModeReply, SetMode
 from turncache_server.router.breaker import Breaker
 from turncache_server.router.config import EngineConfig, RouterConfig
 from turncache_server.router.errors import LegFailed
-from turncache_server.router.events import EngineChanged, Events
+from turncache_server.router.events import EngineChanged, EnginePulls, Events
+from turncache_server.router.outcomes import AsksControl
 from turncache_server.router.plan import EngineView, Snapshot
 from turncache_server.router.upstream import Upstream
 
@@ -32,6 +35,7 @@ class _Engine:
         self.breaker = breaker
         self.healthy = False
         self.models: Mapping[str, int | None] = {}
+        self.pulls = True
         self.told_live: bool | None = None
         self.check_now = asyncio.Event()
 
@@ -42,6 +46,7 @@ class Pool:
     Args:
         config: the router's settings.
         upstream: connections to the engines.
+        control: asks engines for their mode.
         events: told when an engine becomes live or stops being it.
         clock: monotonic seconds.
         engine_key: the router's own key for engines, if it has one.
@@ -51,12 +56,15 @@ class Pool:
         self,
         config: RouterConfig,
         upstream: Upstream,
+        control: AsksControl,
+        *,
         events: Events,
         clock: Callable[[], float],
         engine_key: str | None = None,
     ) -> None:
         self._config = config
         self._upstream = upstream
+        self._control = control
         self._events = events
         self._clock = clock
         self._headers = {} if engine_key is None else {"authorization": f"Bearer {engine_key}"}
@@ -140,6 +148,8 @@ class Pool:
             engine.healthy = False
             self._tell(engine, str(failure))
             return
+        if status == HTTPStatus.OK:
+            await self._ask_mode(engine)
         recovered = status == HTTPStatus.OK and not engine.healthy
         engine.healthy = status == HTTPStatus.OK
         if recovered:
@@ -149,6 +159,28 @@ class Pool:
         if recovered or (engine.healthy and not engine.models):
             await self._learn(engine)
         self._tell(engine, f"/health answered {status}")
+
+    async def _ask_mode(self, engine: _Engine) -> None:
+        """Ask whether the engine pulls; one that does not say keeps what it said before."""
+        address = engine.config.control
+        if address is None:
+            return
+        try:
+            reply = await self._control.ask(
+                address, SetMode(), ModeReply, timeout_s=self._config.control_timeout_s
+            )
+        except EngineFault:
+            return
+        if reply.pulls is not engine.pulls:
+            engine.pulls = reply.pulls
+            self._events.emit(
+                EnginePulls(
+                    engine=engine.config.name,
+                    side=engine.config.side.value,
+                    mode=reply.mode,
+                    pulls=reply.pulls,
+                )
+            )
 
     async def _learn(self, engine: _Engine) -> None:
         try:
@@ -169,6 +201,7 @@ class Pool:
             engine_id=engine.config.engine_id,
             side=engine.config.side,
             live=self._live(engine),
+            pulls=engine.pulls,
             models=engine.models,
         )
 

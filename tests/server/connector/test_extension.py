@@ -432,8 +432,8 @@ def test_a_mode_that_is_switched_while_blocks_are_chosen(desk: Desk) -> None:
 def test_modes_over_the_control_socket(desk: Desk) -> None:
     """An empty question only asks, an unknown word is refused with the legal ones."""
     assert desk.service(SetMode()) == ModeReply(mode="on")
-    assert desk.service(SetMode(mode="observe")) == ModeReply(mode="observe")
-    assert desk.service(SetMode()) == ModeReply(mode="observe")
+    assert desk.service(SetMode(mode="observe")) == ModeReply(mode="observe", pulls=False)
+    assert desk.service(SetMode()) == ModeReply(mode="observe", pulls=False)
     refusal = desk.service(SetMode(mode="auto"))
     assert isinstance(refusal, Refusal)
     assert "'auto': expected one of off, observe, on" in refusal.why
@@ -442,10 +442,12 @@ def test_modes_over_the_control_socket(desk: Desk) -> None:
 def test_an_announced_return_outlives_an_unannounced_one() -> None:
     """Under the cost policy whoever says that it comes soon is kept instead of who is silent."""
     desk = Desk(policy="cost", retain_budget=1.0, tenant_budget=1.0)
-    soon = desk.call("soon", session="soon", hashes=[hash_of(n) for n in range(4)])
-    silent = desk.call("silent", session="silent", hashes=[hash_of(100 + n) for n in range(4)])
+    soon = desk.call("soon", session="soon", num_blocks=4)
+    silent = desk.call("silent", session="silent", num_blocks=4, first=100)
     told = desk.service(Signal(session="soon", kind="wait", expect_s=2.0))
     assert told == SignalReply(accepted=True)
+    desk.extension.step_scheduled(step())
+    desk.extension.step_processed()
     taken = set(desk.flood(NUM_BLOCKS - 1 - 4))
     assert taken.isdisjoint(soon)
     assert taken >= set(silent)
@@ -579,7 +581,7 @@ def test_a_hook_that_fails_gives_the_engine_back(
     assert len(lines) == 1
     assert ask(desk).block_ids == []
     reply = desk.service(SetMode(mode="on"))
-    assert reply == ModeReply(mode="off", why=desk.extension.broken)
+    assert reply == ModeReply(mode="off", why=desk.extension.broken, pulls=False)
     hello = desk.service(Hello())
     assert isinstance(hello, HelloReply)
     assert (hello.mode, hello.missing) == ("off", [desk.extension.broken])

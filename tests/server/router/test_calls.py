@@ -373,8 +373,8 @@ async def test_health_names_the_side_that_is_missing(pair: Pair) -> None:
         lambda: pair.bench.http.get("/health"), lambda a: a.status_code == 503
     )
     assert answer.json()["sides"] == {
-        "prefill": {"live": 1, "engines": 1},
-        "decode": {"live": 0, "engines": 1},
+        "prefill": {"live": 1, "engines": 1, "pulling": 1},
+        "decode": {"live": 0, "engines": 1, "pulling": 1},
     }
     pair.decode.healthy = True
     await pair.bench.ready()

@@ -1,0 +1,185 @@
+"""Where nothing is pulled, a pair hands prompts over as vLLM's own NIXL connector does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.builders import BLOCK, Engine, World, pair, tokens, world
+from turncache.protocol import Mode
+from turncache_server.retention.mailbox import SwitchMode
+
+PROMPT = tokens(6 * BLOCK + 2)
+#: What a proxy asks a prefill engine for.
+HOLD = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@pytest.fixture
+def made() -> Iterator[World]:
+    """Engines on a wire."""
+    with world() as made:
+        yield made
+
+
+def switch(engine: Engine, mode: Mode) -> None:
+    """Switch an engine as its control socket does."""
+    engine.extension.mailbox.post(SwitchMode(mode.value))
+    stranger = engine.add(f"switch-{mode}-{engine.steps}", tokens(3, start=9))
+    engine.run(stranger.is_finished)
+    assert engine.extension.mode is mode
+
+
+def leg(engine: Engine, request_id: str, params: dict[str, Any], **kwargs: Any) -> Any:
+    """Add one leg of a call that our router has handed over as stock."""
+    return engine.add(
+        request_id,
+        PROMPT,
+        session="s",
+        stock=True,
+        extra_args={"kv_transfer_params": dict(params)},
+        **kwargs,
+    )
+
+
+def hand_over(prefill: Engine, decode: Engine, call: str = "r") -> Any:
+    """Run both legs of a call, and return decode's record."""
+    first = leg(prefill, f"{call}-p", HOLD)
+    prefill.run(first.is_finished)
+    held = prefill.said[f"{call}-p"]
+    assert held["remote_block_ids"]
+    second = leg(decode, f"{call}-d", held, max_tokens=4)
+    decode.run(second.is_finished)
+    return decode.record(f"{call}-d")
+
+
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.OBSERVE])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_pair_that_is_switched_off_hands_over_as_stock(
+    made: World, mode: Mode, asynchronous: bool
+) -> None:
+    """Decode computes one token of the prompt and not the whole, and prefill lets go."""
+    prefill, decode = pair(made, async_scheduling=asynchronous)
+    for engine in (prefill, decode):
+        switch(engine, mode)
+    record = hand_over(prefill, decode)
+    # Stock brings the last block too, written or not, all but the token that is sampled from.
+    assert record.returned == len(PROMPT) - 1
+    assert record.computed == 1
+    for engine in (prefill, decode):
+        engine.run()
+        engine.assert_no_leak()
+
+
+def test_an_extension_that_has_switched_itself_off_leaves_a_pair_working(made: World) -> None:
+    """The engine runs as stock: what our log says is true of a pair as well."""
+    prefill, decode = pair(made)
+    for engine in (prefill, decode):
+        engine.extension.break_off("a surprise")
+    first = leg(prefill, "p", HOLD)
+    prefill.run(first.is_finished)
+    second = leg(decode, "d", prefill.said["p"], max_tokens=4)
+    before = len(made.transfers)
+    decode.run(second.is_finished)
+    assert len(made.transfers) > before
+    prefill.run()
+    decode.run()
+    assert prefill.pool.get_num_free_blocks() == prefill.num_blocks - 1
+    assert decode.pool.get_num_free_blocks() == decode.num_blocks - 1
+
+
+def test_what_is_in_the_own_cache_is_not_read_and_prefill_lets_go(made: World) -> None:
+    """A retry on the same engine: only a notice goes out."""
+    prefill, decode = pair(made)
+    for engine in (prefill, decode):
+        switch(engine, Mode.OFF)
+    whole = tokens(6 * BLOCK)
+    decode.call("before", [*whole, 7])
+    first = prefill.add(
+        "p", whole, session="s", stock=True, extra_args={"kv_transfer_params": dict(HOLD)}
+    )
+    prefill.run(first.is_finished)
+    assert prefill.pool.get_num_free_blocks() < prefill.num_blocks - 1, "held for decode"
+    held = prefill.said["p"]
+    second = decode.add(
+        "d", whole, session="s", stock=True, extra_args={"kv_transfer_params": dict(held)}
+    )
+    decode.run(second.is_finished)
+    for engine in (prefill, decode):
+        engine.run()
+        engine.assert_no_leak()
+
+
+def test_a_switch_between_the_legs_costs_nothing(made: World) -> None:
+    """What was asked for as stock ends as stock."""
+    prefill, decode = pair(made)
+    for engine in (prefill, decode):
+        switch(engine, Mode.OFF)
+    first = leg(prefill, "p", HOLD)
+    prefill.run(first.is_finished)
+    for engine in (prefill, decode):
+        switch(engine, Mode.ON)
+    second = leg(decode, "d", prefill.said["p"], max_tokens=4)
+    decode.run(second.is_finished)
+    assert decode.record("d").computed == 1
+    for engine in (prefill, decode):
+        engine.run()
+        engine.assert_no_leak()
+
+
+def test_a_client_that_leaves_during_the_read_leaks_nothing() -> None:
+    """The blocks stay until the transfer is gone, on both sides."""
+    with world(hold=True) as made:
+        prefill, decode = pair(made)
+        for engine in (prefill, decode):
+            switch(engine, Mode.OFF)
+        first = leg(prefill, "p", HOLD)
+        prefill.run(first.is_finished)
+        leg(decode, "d", prefill.said["p"], max_tokens=4)
+        decode.run(lambda: bool(made.transfers))
+        decode.abort("d")
+        decode.step()
+        made.transfers[-1].advance()
+        for engine in (decode, prefill):
+            engine.run()
+            engine.assert_no_leak()
+
+
+def test_the_notice_of_a_pull_is_no_late_reader(
+    made: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was held for it, so vLLM must not report that it came too late."""
+    caplog.set_level(logging.ERROR, logger="vllm")
+    prefill, decode = pair(made)
+    prefill.call("p", PROMPT, session="s", handover=True)
+    decode.call("d", PROMPT, session="s", source="prefill-0", max_tokens=4)
+    assert decode.record("d").returned == 6 * BLOCK
+    prefill.call("next", tokens(5, start=77))
+    assert [r for r in caplog.records if "unrecognized request" in r.getMessage()] == []
+
+
+@pytest.mark.parametrize(
+    ("trusted", "stock"), [(False, True), (True, False)], ids=["no router in front", "not asked"]
+)
+def test_only_our_router_can_ask_for_it(made: World, trusted: bool, stock: bool) -> None:
+    """Parameters that a client sends steer nothing, whatever it says of them."""
+    engine = Engine(made, peers=[], settings={"trust_hints": trusted})
+    engine.add(
+        "r",
+        PROMPT,
+        session="s",
+        stock=stock,
+        extra_args={"kv_transfer_params": dict(HOLD)},
+    )
+    engine.run()
+    assert engine.said == {}
+    engine.assert_no_leak()
