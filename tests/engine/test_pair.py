@@ -225,7 +225,7 @@ def test_an_engine_that_dies_is_replaced(drive: Driver, ids: tuple[str, str]) ->
 def test_a_pair_that_is_switched_off_hands_over_as_stock(
     drive: Driver, ids: tuple[str, str]
 ) -> None:
-    """Decode takes the prompt from prefill as with the stock connector; switched on, all is back."""
+    """Decode takes the prompt from prefill by the stock logic, and all is back afterwards."""
     session, salt = ids
     messages = conversation(3500)
     drive.set_mode("off")
