@@ -353,6 +353,84 @@ def test_rule_7_a_loaded_connector_changes_nothing_else(connector: str, deferred
         assert all(answer.kv_transfer_params is None for answer in answers)
 
 
+def measured(engine: Engine, *, pull_token_s: float) -> None:
+    """Let an engine have measured: a millisecond to compute a token, and so long to pull one."""
+    costs = engine.connector.connector_scheduler._costs
+    for tokens_ in (100, 200, 300, 400, 500):
+        costs.computed(tokens_, tokens_ * tokens_ / 2, 1e-3 * tokens_)
+        costs.pulled("a", tokens_, pull_token_s * tokens_)
+
+
+def test_rule_8_what_computing_is_quicker_for_is_not_pulled(held: World) -> None:
+    """Nothing is read, the reason says so, and a threshold that somebody named decides alone."""
+    prompt = tokens(40 * BLOCK + 2)
+    for threshold, dearer in ((None, True), (0, False)):
+        names = (f"prefill-{threshold}", f"decode-{threshold}")
+        extra = {"turncache": {"trust_hints": True}}
+        more = {} if threshold is None else {"kv_recompute_threshold": threshold}
+        prefill = Engine(
+            held,
+            names[0],
+            peers=[names[1]],
+            transfer={"kv_connector_extra_config": {**extra, **more}},
+        )
+        decode = Engine(held, names[1], peers=[names[0]])
+        held.hold = False
+        decode.call("warm", prompt, session="s")
+        measured(prefill, pull_token_s=1.0)
+        before = len(held.transfers)
+        prefill.call("r", prompt, session="s", source=names[1])
+        record = prefill.record("r")
+        assert (record.reason is Reason.DEARER) is dearer
+        assert (len(held.transfers) == before) is dearer
+        assert record.returned == (0 if dearer else 40 * BLOCK)
+        for engine in (prefill, decode):
+            engine.assert_no_leak()
+
+
+def test_rule_8_the_deadline_follows_what_was_measured(held: World) -> None:
+    """A read that has not come after a tenth of computing is given up, and computed."""
+    prefill = Engine(
+        held,
+        "prefill-0",
+        peers=["decode-0"],
+        transfer={"kv_connector_extra_config": {"turncache": {"trust_hints": True}}},
+    )
+    decode = Engine(held, "decode-0", peers=["prefill-0"])
+    measured(prefill, pull_token_s=1e-6)
+    request = reading(prefill, decode, blocks=40)
+    held.now_s += 0.2
+    prefill.step()
+    prefill.step()
+    assert not request.is_finished()
+    assert prefill.workers[0]._recving_metadata, "a quarter of a second is the least"
+    held.now_s += 0.1
+    prefill.run(request.is_finished)
+    assert prefill.record("r").reason is Reason.TIMEOUT
+    held.transfers[-1].advance()
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_8_an_old_peek_is_asked_again(held: World) -> None:
+    """A request that waited in the queue looks at what the source holds now."""
+    prefill, decode = pair(held)
+    held.hold = False
+    prompt = tokens(8 * BLOCK + 2)
+    decode.call("warm", prompt, session="s")
+    assert prefill.peers is not None
+    request = prefill.add("r", prompt, session="s", source="decode-0")
+    for question in list(prefill.peers.questions):
+        prefill.peers.deliver(question)
+    held.now_s += 1.1
+    prefill.step()
+    assert len(prefill.peers.questions) == 1, "asked again at the first look"
+    prefill.run(request.is_finished)
+    assert prefill.record("r").returned == 8 * BLOCK
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
 def test_a_source_that_does_not_answer_costs_one_deadline(held: World) -> None:
     """The verify is lost: the call computes, and nothing stays behind."""
     prefill, decode = pair(held)

@@ -50,7 +50,8 @@ class Settings:
         peers: engines that this one may pull from: name to control address.
         trust_hints: our router is in front: read all hints, not only the session.
         allow_untested_vllm: act on a vLLM that is not in the table of tested versions.
-        recompute_threshold: fewest tokens worth a pull (vLLM's ``kv_recompute_threshold``).
+        recompute_threshold: fewest tokens worth a pull (vLLM's ``kv_recompute_threshold``);
+            None for what was measured, but at least 64.
     """
 
     mode: Mode = Mode.ON
@@ -66,7 +67,7 @@ class Settings:
     peers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     trust_hints: bool = False
     allow_untested_vllm: bool = False
-    recompute_threshold: int = DEFAULT_RECOMPUTE_THRESHOLD
+    recompute_threshold: int | None = None
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
@@ -88,8 +89,10 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     retain_max_s = read.seconds("retain_max_s", MAX_RETAIN_S)
     timeout = section.get("pull_timeout_s", "auto")
     address = section.get("control_address")
-    threshold = extra_config.get("kv_recompute_threshold", DEFAULT_RECOMPUTE_THRESHOLD)
-    if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
+    threshold = extra_config.get("kv_recompute_threshold")
+    if threshold is not None and (
+        isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0
+    ):
         raise ConfigError("kv_recompute_threshold", f"{threshold!r}: expected tokens from 0")
     return Settings(
         mode=Mode(read.word("mode", Mode.ON, tuple(Mode))),

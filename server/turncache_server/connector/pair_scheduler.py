@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
@@ -26,7 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 
 from turncache.protocol import Mode, Reason
 from turncache_server.connector import _compat
-from turncache_server.connector.config import Settings, engine_facts
+from turncache_server.connector.config import (
+    DEFAULT_RECOMPUTE_THRESHOLD,
+    Settings,
+    Side,
+    engine_facts,
+)
+from turncache_server.connector.costs import PullCosts, prefill_work
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.fingerprint import engine_fingerprint
 from turncache_server.connector.peers import PeerBook, PeerState
@@ -52,6 +58,8 @@ ABANDONED_SHARE: Final = 0.05
 READING_SHARE: Final = 0.5
 #: An engine that has nothing to do looks this often whether abandoned transfers are gone.
 IDLE_POLL_S: Final = 0.1
+#: Steps in flight that are timed; vLLM has two.
+_MOST_STEPS: Final = 16
 
 
 _NO_TOKENS: Final[tuple[int | None, bool]] = (0, False)
@@ -94,6 +102,15 @@ class _Abandoned:
     peer: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step in flight, as far as its cost is concerned."""
+
+    scheduled_at_s: float
+    prefill_tokens: int
+    token_pairs: float
+
+
 class PairScheduler(NixlPullConnectorScheduler):
     """One engine's hooks; runs on the engine thread."""
 
@@ -124,12 +141,19 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._peers = peers or PeerBook(
             settings.peers, self._fingerprint, ask_timeout_s=ASK_TIMEOUT_S
         )
+        # Who names a threshold has decided; and a prompt is never computed on decode by choice.
+        free = settings.recompute_threshold is None and settings.side is not Side.DECODE
+        self._costs = PullCosts(may_compute=free)
+        threshold = settings.recompute_threshold
         self._pulls = PullBook(
             self._peers,
             block_size=facts.block_size,
-            threshold_tokens=settings.recompute_threshold,
+            threshold_tokens=DEFAULT_RECOMPUTE_THRESHOLD if threshold is None else threshold,
             timeout_s=settings.pull_timeout_s,
+            costs=self._costs,
         )
+        self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
+        self._processed_at_s = 0.0
         self._abandoned: dict[ReadKey, _Abandoned] = {}
         self._stock: set[str] = set()
         self._greeted: set[str] = set()
@@ -170,6 +194,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         totals = list(self.totals.items())
         return {
             **{name: float(value) for name, value in totals},
+            **self._costs.stats(),
             "abandoned_blocks": float(self._num_withheld),
             "pulls_in_flight": float(len(self._pulls)),
         }
@@ -268,6 +293,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         """Note the step's writes and give the workers their orders."""
         self.extension.step_scheduled(scheduler_output)
         self._stepped_at_s = self._clock()
+        self._time_begins(scheduler_output)
         meta = TurncacheMetadata()
         for name, value in vars(super().build_connector_meta(scheduler_output)).items():
             setattr(meta, name, value)
@@ -381,8 +407,24 @@ class PairScheduler(NixlPullConnectorScheduler):
         return bool(self._abandoned) and self._clock() - self._stepped_at_s > IDLE_POLL_S
 
     def step_processed(self) -> None:
-        """Mark what the oldest step has written (``take_events``)."""
+        """Mark what the oldest step has written (``take_events``), and take its time."""
         self.extension.step_processed()
+        self._time_ends()
+
+    @_harmless(None)
+    def _time_begins(self, scheduler_output: Any) -> None:
+        self._steps.append(_Step(self._stepped_at_s, *prefill_work(scheduler_output)))
+
+    @_harmless(None)
+    def _time_ends(self) -> None:
+        if not self._steps:
+            return
+        step, now_s = self._steps.popleft(), self._clock()
+        if step.prefill_tokens:
+            # With two steps in flight the second one begins when the first has ended.
+            began_s = max(step.scheduled_at_s, self._processed_at_s)
+            self._costs.computed(step.prefill_tokens, step.token_pairs, now_s - began_s)
+        self._processed_at_s = now_s
 
     @_harmless(_NO_DELAY)
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from turncache.errors import EngineFault
 from turncache.protocol import Reason
+from turncache_server.connector.costs import PullCosts
 from turncache_server.connector.peers import Peer, PeerBook, PeerState
 from turncache_server.control.messages import MAX_HASHES, PeekReply, Verify, VerifyReply
 
@@ -77,6 +78,7 @@ class Pull:
     asked_at_s: float = 0.0
     first_look_s: float | None = None
     offered_at_s: float | None = None
+    reading_at_s: float = 0.0
     answer: PeekReply | None = None
     attempts: int = 1
     request: Any = None
@@ -137,8 +139,9 @@ class PullBook:
         peers: whom to ask.
         block_size: tokens per block.
         threshold_tokens: fewest tokens worth a pull.
-        timeout_s: longest time from the first look to the end of the read, None to take
-            one second and a millisecond per token, which no transport we know needs.
+        timeout_s: longest time from the first look to the end of the read, None to derive
+            it from what was measured.
+        costs: what computing and pulling cost; what computing is quicker for is not pulled.
     """
 
     def __init__(
@@ -148,11 +151,13 @@ class PullBook:
         block_size: int,
         threshold_tokens: int,
         timeout_s: float | None,
+        costs: PullCosts,
     ) -> None:
         self._peers = peers
         self._block_size = block_size
         self._threshold_tokens = threshold_tokens
         self._timeout_s = timeout_s
+        self._costs = costs
         self._pulls: dict[str, Pull] = {}
         self._reads: list[Read] = []
         self._rest_until_s: dict[str, float] = {}
@@ -251,13 +256,16 @@ class PullBook:
         if tokens < self._threshold_tokens:
             pull.reason = Reason.BELOW_THRESHOLD
             return 0
+        if pull.offered_at_s is None and self._costs.is_dearer(local_tokens, tokens):
+            self._refuse(pull, Reason.DEARER)
+            return 0
         if self._rests(pull.peer, now_s):
             # It has just failed others: what it holds may not arrive.
             self._refuse(pull, Reason.SOURCE_GONE)
             return 0
         if pull.offered_at_s is None:
             pull.offered_at_s = now_s
-        if now_s - pull.offered_at_s >= self.timeout_s(len(pull.answer.block_ids)):
+        if now_s - pull.offered_at_s >= self.timeout_s(local_tokens, tokens):
             # Loads are admitted by stricter rules than computing: an offer for which there
             # was no room all this time must not keep the request, and all behind it.
             self._refuse(pull, Reason.TIMEOUT)
@@ -310,7 +318,9 @@ class PullBook:
         pull.request = request
         pull.blocks = list(blocks[first : first + count])
         started_s = now_s if pull.first_look_s is None else pull.first_look_s
-        deadline_s = self.timeout_s(len(answer.block_ids)) - (now_s - started_s)
+        pull.reading_at_s = now_s
+        timeout_s = self.timeout_s(first * self._block_size, external_tokens)
+        deadline_s = timeout_s - (now_s - started_s)
         return Read(
             request_id=pull.request_id,
             attempt=pull.attempts,
@@ -326,11 +336,11 @@ class PullBook:
             deadline_s=max(0.1, deadline_s),
         )
 
-    def timeout_s(self, num_blocks: int) -> float:
-        """Return the longest time for a pull of ``num_blocks``."""
+    def timeout_s(self, start: int, tokens: int) -> float:
+        """Return the longest time for a pull of ``tokens`` after the first ``start``."""
         if self._timeout_s is not None:
             return self._timeout_s
-        return 1.0 + 0.001 * num_blocks * self._block_size
+        return self._costs.deadline_s(start, tokens)
 
     def take_reads(self) -> list[Read]:
         """Return the reads that the workers have not been told of."""
@@ -406,6 +416,9 @@ class PullBook:
         pull.returned_blocks = valid
         if pull.first_look_s is not None:
             pull.pull_s = now_s - pull.first_look_s
+        if pull.answer is not None:
+            num_tokens = len(pull.blocks) * self._block_size
+            self._costs.pulled(pull.answer.start_id, num_tokens, now_s - pull.reading_at_s)
         pull.request.num_computed_tokens = (pull.local_blocks + valid) * self._block_size
         back.add.add(pull.request_id)
         back.num_verified += 1

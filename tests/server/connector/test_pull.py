@@ -18,6 +18,7 @@ from tests.server.connector.peer_fakes import (
 from turncache.errors import EngineFault
 from turncache.protocol import Reason
 from turncache_server.connector import pull as pull_module
+from turncache_server.connector.costs import PullCosts
 from turncache_server.connector.peers import PeerState
 from turncache_server.connector.pull import (
     PEEK_AGE_S,
@@ -38,13 +39,20 @@ R = "r1"
 class Desk:
     """A pull book with a fake peer, and the steps that the scheduler takes with it."""
 
-    def __init__(self, *, threshold_tokens: int = 0, timeout_s: float | None = 5.0) -> None:
+    def __init__(
+        self,
+        *,
+        threshold_tokens: int = 0,
+        timeout_s: float | None = 5.0,
+        costs: PullCosts | None = None,
+    ) -> None:
         self.peers = FakePeers()
         self.book = PullBook(
             self.peers,  # type: ignore[arg-type]  # stands for PeerBook
             block_size=SIZE,
             threshold_tokens=threshold_tokens,
             timeout_s=timeout_s,
+            costs=costs or PullCosts(),
         )
         self.request = FakeRequest(R)
         self.now_s = 100.0
@@ -484,8 +492,8 @@ def test_one_failed_question_frees_everybody_who_waits_for_the_same_peer(desk: D
 
 def test_without_a_setting_the_deadline_follows_the_length() -> None:
     """A second and a millisecond per token."""
-    assert Desk(timeout_s=None).book.timeout_s(250) == pytest.approx(1.0 + 0.001 * 250 * SIZE)
-    assert Desk(timeout_s=0.3).book.timeout_s(250) == 0.3
+    assert Desk(timeout_s=None).book.timeout_s(0, 1000) == pytest.approx(1.0 + 0.001 * 1000)
+    assert Desk(timeout_s=0.3).book.timeout_s(0, 1000) == 0.3
 
 
 def test_a_read_is_given_a_moment_even_when_its_time_is_nearly_over(desk: Desk) -> None:

@@ -29,6 +29,7 @@ from tests.server.connector.peer_fakes import (
     holds,
 )
 from turncache.errors import EngineFault
+from turncache_server.connector.costs import PullCosts
 from turncache_server.connector.peers import PeerState
 from turncache_server.connector.pull import MAX_ATTEMPTS, PullBook, Read
 from turncache_server.control.messages import PeekReply, Verify, VerifyReply
@@ -78,6 +79,7 @@ class PullMachine(RuleBasedStateMachine):
             block_size=SIZE,
             threshold_tokens=threshold_blocks * SIZE,
             timeout_s=5.0,
+            costs=PullCosts(),
         )
         self.now_s = 1000.0
         self.map: object = object()
