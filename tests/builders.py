@@ -428,7 +428,8 @@ class ClockedRetention(RetentionConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         engine = _MAKING[str(vllm_config.kv_transfer_config.engine_id)]
         assert self._extension is not None
-        self._extension._clock = lambda: engine.world.now_s
+        assert self._reporter is not None
+        self._extension._clock = self._reporter._clock = lambda: engine.world.now_s
 
 
 @dataclass

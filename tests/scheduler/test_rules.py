@@ -398,7 +398,7 @@ def test_rule_8_the_deadline_follows_what_was_measured(held: World) -> None:
     )
     decode = Engine(held, "decode-0", peers=["prefill-0"])
     measured(prefill, pull_token_s=1e-6)
-    request = reading(prefill, decode, blocks=40)
+    request = reading(prefill, decode, blocks=18)
     held.now_s += 0.2
     prefill.step()
     prefill.step()

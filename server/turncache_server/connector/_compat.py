@@ -6,11 +6,13 @@ them has moved makes the extension turn itself off.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, resolve_none_hash_seed
@@ -25,6 +27,15 @@ ANSWERED = frozenset(
     for status in RequestStatus
     if status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 )
+
+
+def make_known(name: str) -> None:
+    """Let vLLM find a connector of ours by its name alone.
+
+    ``MultiConnector`` does so when a child's statistics reach the API server's process.
+    """
+    with contextlib.suppress(ValueError):  # it is known already
+        KVConnectorFactory.register_connector(name, __package__, name)
 
 
 def fixed_block_hash(algo: str) -> Callable[[Sequence[int]], bytes]:

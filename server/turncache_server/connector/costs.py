@@ -141,10 +141,9 @@ class PullCosts:
         token_s, pair_s = self._compute.costs if self._compute.num >= _ENOUGH else (0.0, 0.0)
         latency_s, pull_token_s = self._pull.costs if self._pull.num >= _ENOUGH else (0.0, 0.0)
         return {
-            "compute_seconds_per_token": token_s,
-            "compute_seconds_per_token_pair": pair_s,
-            "pull_latency_seconds": latency_s,
-            "pull_seconds_per_token": pull_token_s,
+            "compute_1000_tokens_s": 1000 * token_s + 500_000 * pair_s,
+            "pull_1000_tokens_s": 1000 * pull_token_s,
+            "pull_latency_s": latency_s,
         }
 
 

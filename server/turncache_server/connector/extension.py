@@ -459,15 +459,26 @@ class Extension:
         """Return the present state in numbers."""
         queue = self._queue
         stats = self.table.stats()
+        free, retained = -1.0, 0.0
+        classes: dict[str, float] = {}
+        if queue is not None:
+            free, retained = float(queue.num_free_blocks), float(queue.num_retained)
+            # One block is nobody's: the null block.
+            classes = {
+                "used_blocks": self.facts.num_blocks - 1 - free,
+                "ordinary_blocks": free - retained,
+            }
         return {
             "blocks": float(self.facts.num_blocks),
-            "free_blocks": float(queue.num_free_blocks) if queue is not None else -1.0,
-            "retained_blocks": float(queue.num_retained) if queue is not None else 0.0,
+            "free_blocks": free,
+            "retained_blocks": retained,
+            **classes,
             "sessions": float(stats.sessions),
             "lineages": float(stats.lineages),
             "calls_in_flight": float(len(self._calls)),
             "in_order": float(self.ledger.in_order),
             "broken": float(self.broken is not None),
+            **{f"mode_{mode.value}": float(mode is self.mode) for mode in Mode},
         }
 
     def counters(self) -> dict[str, float]:
@@ -480,4 +491,5 @@ class Extension:
             "evicted_wanted_blocks": float(stats.evicted_wanted_blocks_total),
             "superseded_chains": float(stats.superseded_total),
             "clipped_retentions": float(stats.clipped_total),
+            "clipped_blocks": float(stats.clipped_blocks_total),
         }

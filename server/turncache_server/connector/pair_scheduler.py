@@ -35,6 +35,7 @@ from turncache_server.connector.config import (
 from turncache_server.connector.costs import PullCosts, prefill_work
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.fingerprint import engine_fingerprint
+from turncache_server.connector.metrics import Reporter, TurncacheStats
 from turncache_server.connector.peers import PeerBook, PeerState
 from turncache_server.connector.pull import Pull, PullBook, Read
 from turncache_server.connector.service import Service
@@ -161,6 +162,9 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._pool: Any = None
         self._control: ControlServer | None = None
         self.totals: Counter[str] = Counter()
+        self._reporter = Reporter(
+            lambda: {**self.extension.counters(), **self.totals}, self._gauges, clock
+        )
         self.extension.when_mode_changes(self._mode_changed)
         if settings.control_address is not None:
             self._control = ControlServer(
@@ -198,6 +202,13 @@ class PairScheduler(NixlPullConnectorScheduler):
             "abandoned_blocks": float(self._num_withheld),
             "pulls_in_flight": float(len(self._pulls)),
         }
+
+    def report(self) -> TurncacheStats | None:
+        """Return what vLLM is to carry to its ``/metrics``; None while it is not yet time."""
+        return self._reporter.report()
+
+    def _gauges(self) -> dict[str, float]:
+        return {**self.extension.gauges(), **self.stats()}
 
     def _mode_changed(self, mode: Mode) -> None:
         if mode is not Mode.ON:
@@ -431,6 +442,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         """Keep the call's blocks wanted; only a stock hand-over delays their freeing."""
         pull = self._pulls.ended(request.request_id)
         self.extension.finished(request, list(block_ids[0]), pull)
+        self._reporter.hurry()
         if request.request_id not in self._stock:
             return False, None
         self._stock.discard(request.request_id)

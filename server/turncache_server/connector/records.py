@@ -60,6 +60,7 @@ class CallBook:
             self.totals["returned_tokens"] += record.returned
             self.totals["computed_tokens"] += record.computed
             self.totals["lost_tokens"] += record.lost
+            self.totals[f"lost_tokens_{record.reason.value}"] += record.lost
             self.totals[f"calls_{record.reason.value}"] += 1
 
     def finish(self, request: str | None, record: CallRecord) -> None:

@@ -6,6 +6,7 @@ A thin facade: every hook forwards to :class:`~turncache_server.connector.extens
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,11 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from turncache.errors import ConfigError
 from turncache_server.connector import _compat
 from turncache_server.connector.config import engine_facts, parse_settings
 from turncache_server.connector.extension import Extension
+from turncache_server.connector.metrics import Reporter, TurncacheMetrics, TurncacheStats
 from turncache_server.connector.service import Service
 from turncache_server.connector.versions import settings_for
 from turncache_server.control.server import ControlServer
@@ -42,10 +45,14 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._extension: Extension | None = None
         self._control: ControlServer | None = None
+        self._reporter: Reporter | None = None
         if role is KVConnectorRole.SCHEDULER:
             facts = engine_facts(vllm_config, kv_cache_config, _compat.VLLM_VERSION)
             self._extension = Extension(
                 facts, settings_for(settings, facts.vllm_version), answered=_compat.ANSWERED
+            )
+            self._reporter = Reporter(
+                self._extension.counters, self._extension.gauges, time.monotonic
             )
             if settings.control_address is not None:
                 self._control = ControlServer(
@@ -117,6 +124,8 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
         """Keep the call's blocks wanted; never delay their freeing."""
         if self._extension is not None:
             self._extension.finished(request, block_ids, None)
+        if self._reporter is not None:
+            self._reporter.hurry()
         return False, None
 
     def request_finished_all_groups(
@@ -124,6 +133,26 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Likewise; only one group is supported, more have switched the extension off."""
         return self.request_finished(request, list(block_ids[0]))
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what vLLM is to carry to its ``/metrics``."""
+        return None if self._reporter is None else self._reporter.report()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Make a report of what has travelled between processes."""
+        return TurncacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TurncacheMetrics:
+        """Make the Prometheus metrics; called in the API server's process."""
+        return TurncacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Close the control socket."""
@@ -145,3 +174,6 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Save nothing."""
+
+
+_compat.make_known(RetentionConnector.__name__)

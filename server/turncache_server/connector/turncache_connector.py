@@ -14,11 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 from vllm.platforms import current_platform
 
 from turncache.errors import ConfigError
+from turncache_server.connector import _compat
 from turncache_server.connector.config import Settings, parse_settings
+from turncache_server.connector.metrics import NIXL, TurncacheMetrics, TurncacheStats
 from turncache_server.connector.pair_scheduler import PairScheduler
 from turncache_server.connector.worker import TurncacheWorker
 
@@ -91,6 +94,36 @@ class TurncacheConnector(NixlBaseConnector):
             return False
         return self.connector_scheduler.has_pending_push_work()
 
+    # --- metrics ------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what vLLM is to carry to its ``/metrics``: ours, and on workers NIXL's."""
+        if self.connector_scheduler is not None:
+            return self.connector_scheduler.report()
+        stock = super().get_kv_connector_stats()
+        return None if stock is None else TurncacheStats(data={NIXL: stock.to_dict()})
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Make a report of what has travelled between processes."""
+        return TurncacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TurncacheMetrics:
+        """Make the Prometheus metrics, NIXL's too; called in the API server's process."""
+        nixl = super().build_prom_metrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+        return TurncacheMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, nixl=nixl
+        )
+
     # --- worker side ---------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -102,3 +135,6 @@ class TurncacheConnector(NixlBaseConnector):
         """Report abandoned reads, and anything at all while verifications are pending."""
         worker: TurncacheWorker | None = self.connector_worker
         return None if worker is None else worker.take_report()
+
+
+_compat.make_known(TurncacheConnector.__name__)

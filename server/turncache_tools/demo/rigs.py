@@ -26,6 +26,8 @@ from turncache_tools.demo.sizes import Sizes
 MODEL: Final = "smollm2"
 _ASK_TIMEOUT_S: Final = 5.0
 _SETTLE_S: Final = 5.0
+#: The router asks its engines for their mode at every health check.
+_SWITCH_S: Final = 20.0
 _SETTLE_EVERY_S: Final = 0.01
 _HTTP_TIMEOUT_S: Final = 30.0
 
@@ -115,7 +117,7 @@ class StackRig:
         return shares
 
     def set_mode(self, mode: Mode) -> None:
-        """Switch every engine; a call of somebody else makes each take the switch.
+        """Switch every engine, and wait until router and engines act by it.
 
         Raises:
             EngineFault: an engine stays in another mode, and says why.
@@ -132,7 +134,20 @@ class StackRig:
                     raise EngineFault(
                         engine.name, f"stays in mode {reply.mode}: {reply.why or 'no reason'}"
                     )
+        if self.stack.spec.is_pair:
+            self._until_router_knows(pulls=mode is Mode.ON)
+        # An engine takes the switch with its next step: that of a call of somebody else.
         self.caller.fill([{"role": "user", "content": "Hello."}], f"switch-{mode.value}")
+
+    def _until_router_knows(self, *, pulls: bool) -> None:
+        deadline = time.monotonic() + _SWITCH_S
+        while True:
+            sides = json.loads(_get(f"{self.stack.base_url}/health"))["sides"].values()
+            if all((side["pulling"] == side["engines"]) is pulls for side in sides):
+                return
+            if time.monotonic() > deadline:
+                raise EngineFault("router", f"does not notice the engines' mode: {sides}")
+            time.sleep(_SETTLE_EVERY_S)
 
     def set_return(self, *, enabled: bool) -> None:
         """Switch returns in the router."""

@@ -1,0 +1,313 @@
+"""The extension's numbers in vLLM's own ``/metrics``, beside those of NIXL.
+
+vLLM carries a connector's statistics from the engine core (and from the workers, merged) to
+the API server's process, where they become Prometheus metrics. One class carries ours and
+NIXL's, because vLLM adds up what scheduler side and workers report of one connector.
+
+Totals travel as differences, so that nothing is lost or counted twice when reports are
+merged; gauges as they are, the latest one counts. Labels are closed sets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+
+from turncache.protocol import Mode, Reason
+
+logger = logging.getLogger(__name__)
+
+COUNTERS: Final = "counters"
+GAUGES: Final = "gauges"
+NIXL: Final = "nixl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: as Prometheus has it, without ``_total``.
+        text: what it counts.
+        good: what a good value is.
+        label: its label, empty for none.
+        keys: our counter or gauge by value of the label.
+    """
+
+    name: str
+    text: str
+    good: str
+    label: str = ""
+    keys: Mapping[str, str]
+
+
+def _by_reason(prefix: str) -> dict[str, str]:
+    return {reason.value: f"{prefix}_{reason.value}" for reason in Reason}
+
+
+COUNTER_METRICS: Final = (
+    Metric(
+        name="turncache_prompt_tokens",
+        text="Prompt tokens of calls with a session, by where their KV came from.",
+        good="computed close to what is new in every call",
+        label="source",
+        keys={word: f"{word}_tokens" for word in ("local", "returned", "computed")},
+    ),
+    Metric(
+        name="turncache_lost_tokens",
+        text="Computed prompt tokens that an earlier call of the lineage had computed.",
+        good="0; over a tenth of the computed tokens is an alert",
+        label="reason",
+        keys=_by_reason("lost_tokens"),
+    ),
+    Metric(
+        name="turncache_calls",
+        text="Ended calls with a session, by the reason for not reusing more.",
+        good="nearly all ok or new_session",
+        label="reason",
+        keys=_by_reason("calls"),
+    ),
+    Metric(
+        name="turncache_retention_broken_blocks",
+        text="Retained blocks that were given up before their session came back.",
+        good="0 while the working set fits; pressure: the pool is too small for it",
+        label="cause",
+        keys={"pressure": "evicted_wanted_blocks", "budget": "clipped_blocks"},
+    ),
+    Metric(
+        name="turncache_pulls",
+        text="Pulls from peers: verified, failed after they had begun, or never begun and why.",
+        good="verified; any incompatible is an alert",
+        label="result",
+        keys={"verified": "pulls_verified", "failed": "pulls_failed", **_by_reason("pulls")},
+    ),
+    Metric(
+        name="turncache_pulled_blocks",
+        text="Blocks whose content was taken from a peer and confirmed.",
+        good="grows with every return",
+        keys={"": "pulled_blocks"},
+    ),
+    Metric(
+        name="turncache_abandoned_reads",
+        text="Reads given up at their deadline while their transfer could still write.",
+        good="0; near the cap of withheld blocks is an alert",
+        keys={"": "reads_abandoned"},
+    ),
+    Metric(
+        name="turncache_stock_handovers",
+        text="Prompts handed over by vLLM's own logic, because nothing is pulled.",
+        good="0 in mode on",
+        keys={"": "stock_handovers"},
+    ),
+)
+GAUGE_METRICS: Final = (
+    Metric(
+        name="turncache_blocks",
+        text="Blocks of the pool, by class; abandoned ones are among those in use.",
+        good="retained below the budget, abandoned 0",
+        label="class",
+        keys={
+            "used": "used_blocks",
+            "ordinary": "ordinary_blocks",
+            "retained": "retained_blocks",
+            "abandoned": "abandoned_blocks",
+        },
+    ),
+    Metric(
+        name="turncache_sessions",
+        text="Sessions that are remembered.",
+        good="bounded",
+        keys={"": "sessions"},
+    ),
+    Metric(
+        name="turncache_mode",
+        text="1 for the mode that is in force.",
+        good="on",
+        label="mode",
+        keys={mode.value: f"mode_{mode.value}" for mode in Mode},
+    ),
+    Metric(
+        name="turncache_broken",
+        text="1 when the extension has switched itself off and the engine runs as stock.",
+        good="0",
+        keys={"": "broken"},
+    ),
+    Metric(
+        name="turncache_pull_cost_seconds",
+        text="Measured costs: to compute or to pull 1,000 tokens, and latency of a pull.",
+        good="pull far below compute",
+        label="of",
+        keys={
+            "compute_1000_tokens": "compute_1000_tokens_s",
+            "pull_1000_tokens": "pull_1000_tokens_s",
+            "pull_latency": "pull_latency_s",
+        },
+    ),
+)
+
+
+class TurncacheStats(KVConnectorStats):
+    """What the extension, and NIXL below it, have to report since the last time.
+
+    ``data`` holds ``counters`` (differences), ``gauges``, and ``nixl`` (vLLM's own).
+    """
+
+    data: dict[str, Any]
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data = {} if data is None else data
+        for part in (COUNTERS, GAUGES, NIXL):
+            self.data.setdefault(part, {})
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {COUNTERS: {}, GAUGES: {}, NIXL: {}}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another report of the same connector."""
+        counters = self.data[COUNTERS]
+        for name, value in other.data.get(COUNTERS, {}).items():
+            counters[name] = counters.get(name, 0.0) + value
+        self.data[GAUGES] = {**self.data[GAUGES], **other.data.get(GAUGES, {})}
+        nixl = self.data[NIXL]
+        for name, values in other.data.get(NIXL, {}).items():
+            nixl[name] = [*nixl.get(name, ()), *values]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what vLLM's periodic log line shows."""
+        shown = ("local_tokens", "returned_tokens", "computed_tokens", "lost_tokens")
+        counters, nixl = self.data[COUNTERS], self.data[NIXL]
+        ours = {f"turncache {name}": counters[name] for name in shown if name in counters}
+        return {**ours, **(NixlKVConnectorStats(data=nixl).reduce() if nixl else {})}
+
+    def is_empty(self) -> bool:
+        """Say whether there is nothing to report."""
+        return not (
+            self.data[COUNTERS] or self.data[GAUGES] or any(map(bool, self.data[NIXL].values()))
+        )
+
+
+class Reporter:
+    """Makes reports of one engine, on the engine thread.
+
+    Args:
+        counters: totals since start.
+        gauges: the present.
+        clock: monotonic seconds.
+    """
+
+    #: Without a call that has ended, so often: for gauges.
+    EVERY_S: Final = 1.0
+
+    def __init__(
+        self,
+        counters: Callable[[], Mapping[str, float]],
+        gauges: Callable[[], Mapping[str, float]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._counters = counters
+        self._gauges = gauges
+        self._clock = clock
+        self._told: dict[str, float] = {}
+        self._next_s = float("-inf")
+        self._ended = False
+
+    def hurry(self) -> None:
+        """Report in this step: a call has ended, and another step may not come soon."""
+        self._next_s = min(self._next_s, self._clock())
+
+    def report(self) -> TurncacheStats | None:
+        """Return what has changed, None while it is not yet time.
+
+        Called in the engine's loop: a report that fails is the last one, and no more.
+        """
+        now_s = self._clock()
+        if self._ended or now_s < self._next_s:
+            return None
+        try:
+            return self._report(now_s)
+        except Exception:
+            logger.exception("turncache: metrics cannot be read and end here")
+            self._ended = True
+            return None
+
+    def _report(self, now_s: float) -> TurncacheStats:
+        self._next_s = now_s + self.EVERY_S
+        totals = dict(self._counters())
+        changed = {
+            name: value - self._told.get(name, 0.0)
+            for name, value in totals.items()
+            if value > self._told.get(name, 0.0)
+        }
+        self._told = totals
+        return TurncacheStats(data={COUNTERS: changed, GAUGES: dict(self._gauges())})
+
+
+class TurncacheMetrics(KVConnectorPromMetrics):
+    """Prometheus metrics in the API server's process.
+
+    Args:
+        vllm_config: vLLM's.
+        metric_types: classes to make metrics of, by Prometheus' own.
+        labelnames: vLLM's labels of every metric.
+        per_engine_labelvalues: their values by engine.
+        nixl: vLLM's metrics of NIXL, None for a connector that transfers nothing.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+        *,
+        nixl: KVConnectorPromMetrics | None = None,
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._nixl = nixl
+        self._made = {
+            metric.name: cls(
+                name=metric.name,
+                documentation=metric.text,
+                labelnames=[*labelnames, *([metric.label] if metric.label else [])],
+                **more,
+            )
+            for metrics, cls, more in (
+                (COUNTER_METRICS, self._counter_cls, {}),
+                (GAUGE_METRICS, self._gauge_cls, {"multiprocess_mode": "mostrecent"}),
+            )
+            for metric in metrics
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take one report."""
+        for metric, value, label in _values(COUNTER_METRICS, transfer_stats_data.get(COUNTERS)):
+            self._child(metric, label, engine_idx).inc(value)
+        for metric, value, label in _values(GAUGE_METRICS, transfer_stats_data.get(GAUGES)):
+            self._child(metric, label, engine_idx).set(value)
+        if self._nixl is not None and transfer_stats_data.get(NIXL):
+            self._nixl.observe(transfer_stats_data[NIXL], engine_idx)
+
+    def _child(self, metric: Metric, label: str, engine_idx: int) -> Any:
+        labels = [*self.per_engine_labelvalues[engine_idx], *([label] if metric.label else [])]
+        return self._made[metric.name].labels(*labels)
+
+
+def _values(
+    metrics: tuple[Metric, ...], data: Mapping[str, float] | None
+) -> list[tuple[Metric, float, str]]:
+    return [
+        (metric, data[key], label)
+        for metric in metrics
+        for label, key in metric.keys.items()
+        if data and key in data
+    ]
