@@ -14,9 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from tests.builders import BLOCK, Conversation, Engine, World, pair, world
 from turncache_server import connector as ours
+from turncache_server.connector.metric_table import COUNTER_METRICS, GAUGE_METRICS
 from turncache_server.connector.metrics import (
-    COUNTER_METRICS,
-    GAUGE_METRICS,
     NIXL,
     TurncacheStats,
 )

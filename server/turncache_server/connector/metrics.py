@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -21,137 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
-from turncache.protocol import Mode, Reason
+from turncache_server.connector.metric_table import COUNTER_METRICS, GAUGE_METRICS, Metric
 
 logger = logging.getLogger(__name__)
 
 COUNTERS: Final = "counters"
 GAUGES: Final = "gauges"
 NIXL: Final = "nixl"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """One metric.
-
-    Attributes:
-        name: as Prometheus has it, without ``_total``.
-        text: what it counts.
-        good: what a good value is.
-        label: its label, empty for none.
-        keys: our counter or gauge by value of the label.
-    """
-
-    name: str
-    text: str
-    good: str
-    label: str = ""
-    keys: Mapping[str, str]
-
-
-def _by_reason(prefix: str) -> dict[str, str]:
-    return {reason.value: f"{prefix}_{reason.value}" for reason in Reason}
-
-
-COUNTER_METRICS: Final = (
-    Metric(
-        name="turncache_prompt_tokens",
-        text="Prompt tokens of calls with a session, by where their KV came from.",
-        good="computed close to what is new in every call",
-        label="source",
-        keys={word: f"{word}_tokens" for word in ("local", "returned", "computed")},
-    ),
-    Metric(
-        name="turncache_lost_tokens",
-        text="Computed prompt tokens that an earlier call of the lineage had computed.",
-        good="0; over a tenth of the computed tokens is an alert",
-        label="reason",
-        keys=_by_reason("lost_tokens"),
-    ),
-    Metric(
-        name="turncache_calls",
-        text="Ended calls with a session, by the reason for not reusing more.",
-        good="nearly all ok or new_session",
-        label="reason",
-        keys=_by_reason("calls"),
-    ),
-    Metric(
-        name="turncache_retention_broken_blocks",
-        text="Retained blocks that were given up before their session came back.",
-        good="0 while the working set fits; pressure: the pool is too small for it",
-        label="cause",
-        keys={"pressure": "evicted_wanted_blocks", "budget": "clipped_blocks"},
-    ),
-    Metric(
-        name="turncache_pulls",
-        text="Pulls from peers: verified, failed after they had begun, or never begun and why.",
-        good="verified; any incompatible is an alert",
-        label="result",
-        keys={"verified": "pulls_verified", "failed": "pulls_failed", **_by_reason("pulls")},
-    ),
-    Metric(
-        name="turncache_pulled_blocks",
-        text="Blocks whose content was taken from a peer and confirmed.",
-        good="grows with every return",
-        keys={"": "pulled_blocks"},
-    ),
-    Metric(
-        name="turncache_abandoned_reads",
-        text="Reads given up at their deadline while their transfer could still write.",
-        good="0; near the cap of withheld blocks is an alert",
-        keys={"": "reads_abandoned"},
-    ),
-    Metric(
-        name="turncache_stock_handovers",
-        text="Prompts handed over by vLLM's own logic, because nothing is pulled.",
-        good="0 in mode on",
-        keys={"": "stock_handovers"},
-    ),
-)
-GAUGE_METRICS: Final = (
-    Metric(
-        name="turncache_blocks",
-        text="Blocks of the pool, by class; abandoned ones are among those in use.",
-        good="retained below the budget, abandoned 0",
-        label="class",
-        keys={
-            "used": "used_blocks",
-            "ordinary": "ordinary_blocks",
-            "retained": "retained_blocks",
-            "abandoned": "abandoned_blocks",
-        },
-    ),
-    Metric(
-        name="turncache_sessions",
-        text="Sessions that are remembered.",
-        good="bounded",
-        keys={"": "sessions"},
-    ),
-    Metric(
-        name="turncache_mode",
-        text="1 for the mode that is in force.",
-        good="on",
-        label="mode",
-        keys={mode.value: f"mode_{mode.value}" for mode in Mode},
-    ),
-    Metric(
-        name="turncache_broken",
-        text="1 when the extension has switched itself off and the engine runs as stock.",
-        good="0",
-        keys={"": "broken"},
-    ),
-    Metric(
-        name="turncache_pull_cost_seconds",
-        text="Measured costs: to compute or to pull 1,000 tokens, and latency of a pull.",
-        good="pull far below compute",
-        label="of",
-        keys={
-            "compute_1000_tokens": "compute_1000_tokens_s",
-            "pull_1000_tokens": "pull_1000_tokens_s",
-            "pull_latency": "pull_latency_s",
-        },
-    ),
-)
 
 
 class TurncacheStats(KVConnectorStats):

@@ -1,0 +1,104 @@
+"""The server's documents: tables made from the code, commands that parse, names that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from turncache.protocol import Reason
+from turncache_server import reasons
+from turncache_server.connector import metric_table
+from turncache_server.router.metrics import Metrics
+from turncache_tools.cli import app
+
+SERVER = Path(__file__).resolve().parents[2] / "server"
+PAGE = (SERVER / "README.md").read_text(encoding="utf-8")
+DASHBOARD: dict[str, Any] = json.loads((SERVER / "observability" / "dashboard.json").read_text())
+#: One text per rule, from its name on.
+ALERTS = (SERVER / "observability" / "alerts.yaml").read_text().split("- alert: ")[1:]
+EXPRESSIONS = [
+    *(target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]),
+    *(rule.partition("expr:")[2].partition("labels:")[0] for rule in ALERTS),
+]
+
+
+def test_every_reason_is_explained() -> None:
+    """The page's table is the one that the code makes of the closed list."""
+    assert set(reasons.EXPLANATIONS) == set(Reason)
+    assert reasons.table() in PAGE
+
+
+def test_every_metric_is_explained() -> None:
+    """Likewise what engines count."""
+    assert metric_table.table() in PAGE
+
+
+def test_the_routers_metrics_are_on_its_page() -> None:
+    """Every name that its ``/metrics`` has."""
+    page = (SERVER / "turncache_server" / "router" / "README.md").read_text(encoding="utf-8")
+    names = re.findall(r"^# TYPE (\S+) ", Metrics(lambda: 0).render().decode(), re.MULTILINE)
+    missing = [n for n in names if not n.endswith("_created") and n not in page]
+    assert missing == []
+
+
+def known_metrics() -> set[str]:
+    """Return every name that an engine or the router exposes, by its samples."""
+    router = re.findall(r"^# TYPE (\S+) (\S+)$", Metrics(lambda: 0).render().decode(), re.MULTILINE)
+    names = {name for name, _ in router}
+    names |= {f"{name}_bucket" for name, kind in router if kind == "histogram"}
+    names |= {f"{metric.name}_total" for metric in metric_table.COUNTER_METRICS}
+    names |= {metric.name for metric in metric_table.GAUGE_METRICS}
+    return names
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_dashboard_and_alerts_ask_for_what_there_is(expression: str) -> None:
+    """A metric that is renamed takes its panels along."""
+    asked = set(re.findall(r"\bturncache_[a-z_]+", expression))
+    assert asked
+    assert asked <= known_metrics()
+
+
+def test_panels_do_not_overlap() -> None:
+    """Each has its place on the board."""
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken
+        taken |= cells
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_there_are_three_alerts_and_each_says_what_to_do() -> None:
+    """Lost share, abandoned reads near their cap, any incompatible peer."""
+    assert [rule.split()[0] for rule in ALERTS] == [
+        "TurncacheTokensLost",
+        "TurncacheAbandonedReads",
+        "TurncachePeerIncompatible",
+    ]
+    for rule in ALERTS:
+        for part in ("expr:", "severity:", "summary:", "description:"):
+            assert rule.count(part) == 1
+
+
+COMMANDS = re.findall(r"^\$ turncache (\S+)(.*?)(?:\s+#.*)?$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("verb", "rest"), COMMANDS)
+def test_every_command_of_the_page_exists(verb: str, rest: str) -> None:
+    """With the flags that it is shown with."""
+    shown = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown.output)
+    for flag in re.findall(r"--[a-z-]+", rest):
+        assert flag in plain, flag
