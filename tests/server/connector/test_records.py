@@ -30,6 +30,7 @@ def test_only_ended_calls_count_in_the_totals() -> None:
         "returned_tokens": 2,
         "computed_tokens": 4,
         "lost_tokens": 1,
+        "lost_tokens_evicted": 1,
         "calls_evicted": 1,
     }
 
