@@ -181,7 +181,10 @@ class ChatCall:
             return
         names = {view.name for view in (engine, self._witness) if view is not None}
         signal = Signal(session=tags.session_id, kind="wait", expect_s=expect_s)
-        services.background.spawn(send_signal(services, sorted(names), signal), "signal a wait")
+        services.background.spawn(self._signal(sorted(names), signal), "signal a wait")
+
+    async def _signal(self, names: list[str], signal: Signal) -> None:
+        await send_signal(self._services, names, signal)
 
     # --- the outcome ----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Waits are bounded, least recently begun first; one that is lost costs an expecta
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,12 @@ class Forecast:
         if len(self._waits) > self._max_sessions:
             self._waits.popitem(last=False)
         return expect_s
+
+    def expects(self, session: str, expect_s: float | None) -> None:
+        """Take what the caller itself expects of the wait that it is in."""
+        wait = self._waits.get(session)
+        if wait is not None:
+            self._waits[session] = dataclasses.replace(wait, expect_s=expect_s)
 
     def ends(self, session: str, *, now_s: float) -> EndedWait | None:
         """Note that a call brings tool results; None when the session was not waiting."""

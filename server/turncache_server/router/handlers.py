@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from turncache.protocol import (
     identify,
     tags_from_headers,
 )
+from turncache_server.control.messages import Signal
 from turncache_server.router import metrics
 from turncache_server.router.body import Body
 from turncache_server.router.calls import ChatCall
@@ -29,10 +31,14 @@ from turncache_server.router.opening import CallInput
 from turncache_server.router.plan import PlanHints, Side, Snapshot, check_model, make_plan
 from turncache_server.router.services import Services
 from turncache_server.router.sessions import namespaced
+from turncache_server.router.signals import holders, send_signal
 from turncache_server.router.stream import ClientAnswer
 
 #: Key of a request under which the middleware leaves its id.
 REQUEST_ID: Final = web.RequestKey("turncache_request_id", str)
+
+#: What may be said of a session between two calls (the kinds of signals that engines know).
+NOTICES: Final = ("wait", "resume", "final", "compaction", "cancel")
 
 _SESSION_HEADERS: Final = tuple(source.value for source in SessionSource)
 
@@ -53,6 +59,7 @@ class Handlers:
         """Return the allow-list: every other path is 404, vLLM has some that change weights."""
         routes = [
             web.post("/v1/chat/completions", self.chat_completions, name="chat"),
+            web.post("/v1/sessions", self.notice, name="sessions"),
             web.get("/v1/models", self.models, name="models"),
             web.get("/v1/calls/{request_id}", self.call_record, name="calls"),
             web.get("/health", self.health, name="health"),
@@ -91,6 +98,37 @@ class Handlers:
         hints = PlanHints(root=call.root, served_by=None if entry is None else entry.served_by)
         plan = make_plan(chat, hints, snapshot)
         return await ChatCall(services, call, plan, ClientAnswer(request)).run()
+
+    async def notice(self, request: web.Request) -> web.Response:
+        """Serve ``POST /v1/sessions``: what a client says of a session between two calls."""
+        services = self._services
+        tags, anonymous = _tags(_lower(request), Body.parse(b"{}", max_depth=4), "")
+        if anonymous:
+            raise invalid("X-Session-ID: a notice is about a session; name it.", param="session")
+        body = Body.parse(await self._json_body(request), max_depth=4)
+        kind, expect_s = body.get("notice"), body.get("expect_s")
+        if kind not in NOTICES:
+            raise invalid(f"notice: expected one of {', '.join(NOTICES)}.", param="notice")
+        if expect_s is not None and (
+            isinstance(expect_s, bool)
+            or not isinstance(expect_s, (int, float))
+            or not 0 <= expect_s < math.inf
+        ):
+            raise invalid("expect_s: expected seconds from 0.", param="expect_s")
+        entry = services.sessions.get(tags.session_id)
+        root = services.sessions.root_of(tags.session_id, tags.parent_id)
+        names = holders(self._snapshot(), root, None if entry is None else entry.served_by)
+        if kind == "final":
+            services.sessions.forget(tags.session_id)
+            services.forecast.forget(tags.session_id)
+        elif kind == "wait":
+            services.forecast.expects(tags.session_id, expect_s)
+        signal = Signal(session=tags.session_id, kind=kind, expect_s=expect_s)
+        reply = await send_signal(services, names, signal)
+        return web.json_response(
+            {"accepted": reply.accepted, "clipped_s": reply.clipped_s, "why": reply.why or None},
+            status=202,
+        )
 
     async def models(self, request: web.Request) -> web.Response:
         """Serve ``GET /v1/models`` from an engine that answers clients."""

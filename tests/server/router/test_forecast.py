@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.engine import FakeEngine, fake_engines
 from tests.server.router.conftest import Pair, Single
-from tests.server.router.support import MESSAGES, TOOLS, bench
+from tests.server.router.support import MESSAGES, TOOLS, Bench, bench
 from turncache_server.control.messages import Signal
 from turncache_server.router.events import SignalSent, WaitEnded
 from turncache_server.router.forecast import EndedWait, Forecast
@@ -151,3 +152,66 @@ async def test_an_engine_without_a_control_socket_is_not_told() -> None:
         )
         assert answer.status_code == 200
         assert running.of_kind(SignalSent) == []
+
+
+# --- what clients say themselves ----------------------------------------------------------------
+
+
+async def say(running: Bench, session: str | None, **body: Any) -> httpx2.Response:
+    """Post a notice."""
+    headers = {} if session is None else {"X-Session-ID": session}
+    return await running.http.post("/v1/sessions", json=body, headers=headers)
+
+
+async def test_a_clients_notice_reaches_every_engine_that_holds_the_session(pair: Pair) -> None:
+    """A wait for a person, or the end of a run that made no last call."""
+    await pair.bench.chat(session="s")
+    answer = await say(pair.bench, "s", notice="wait", expect_s=600)
+    assert answer.status_code == 202
+    assert answer.json() == {"accepted": True, "clipped_s": None, "why": None}
+    told = Signal(session="s", kind="wait", expect_s=600)
+    assert pair.prefill.signals == pair.decode.signals == [told]
+    await say(pair.bench, "s", notice="final")
+    assert pair.decode.signals[-1] == Signal(session="s", kind="final")
+    assert await pair.bench.metric("turncache_router_sessions") == 0
+
+
+async def test_a_notice_about_a_session_that_nobody_knows_is_answered(single: Single) -> None:
+    """Refused by the engine, with its reason, and no error: there is nothing to do."""
+    answer = await say(single.bench, "nobody", notice="cancel")
+    assert answer.status_code == 202
+    assert answer.json()["accepted"] is False
+
+
+async def test_what_a_client_expects_is_what_its_wait_is_scored_by(single: Single) -> None:
+    """It knows better than the table what its tool waits for."""
+    headers = {"Turncache-Tools": "search=1"}
+    first = await single.bench.chat(tools=TOOLS, session="s", headers=headers)
+    await say(single.bench, "s", notice="wait", expect_s=900)
+    reply = first.json()["choices"][0]["message"]
+    await single.bench.chat(tools=TOOLS, session="s", messages=results(reply))
+    (ended,) = single.bench.of_kind(WaitEnded)
+    assert ended.expect_s == 900
+
+
+@pytest.mark.parametrize(
+    ("session", "body", "param"),
+    [
+        (None, {"notice": "final"}, "session"),
+        ("s", {}, "notice"),
+        ("s", {"notice": "nap"}, "notice"),
+        ("s", {"notice": ["final"]}, "notice"),
+        ("s", {"notice": "wait", "expect_s": -1}, "expect_s"),
+        ("s", {"notice": "wait", "expect_s": "soon"}, "expect_s"),
+        ("s", {"notice": "wait", "expect_s": True}, "expect_s"),
+        ("s p a c e", {"notice": "final"}, "x-session-id"),
+    ],
+)
+async def test_a_notice_that_cannot_be_meant_is_refused(
+    single: Single, session: str | None, body: dict[str, Any], param: str
+) -> None:
+    """In OpenAI's form, and no engine hears of it."""
+    answer = await say(single.bench, session, **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert single.engine.signals == []
