@@ -8,6 +8,7 @@
     │   └── ConfigError       a setting that cannot work
     ├── EnvironmentFault      this machine or installation lacks something
     └── EngineFault           an engine or a peer failed, refused or did not answer
+        └── EngineRefusal     it was reached, and would not do what it was asked
 
 A lost cache entry is none of these: it is recomputed and counted.
 """
@@ -64,3 +65,16 @@ class EngineFault(TurncacheError):
         """Keep the engine's name beside the message."""
         super().__init__(f"{engine}: {problem}")
         self.engine = engine
+
+
+class EngineRefusal(EngineFault):
+    """Raised when an engine or a peer was reached and refused, so that asking again is no use.
+
+    Attributes:
+        code: why, one of ``DROP_CODES`` of ``turncache_server.control.messages``.
+    """
+
+    def __init__(self, engine: str, code: str, why: str) -> None:
+        """Keep the code beside the message."""
+        super().__init__(engine, f"refused ({code}): {why}")
+        self.code = code

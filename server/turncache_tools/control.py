@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import typer
 
 from turncache.errors import TurncacheError, UsageError
 from turncache.protocol import Mode
-from turncache_server.control.client import ControlClient
+from turncache_server.control.addresses import check_address
+from turncache_server.control.client import ControlClient, switch_mode
+from turncache_server.control.keys import FleetKeys, read_fleet_keys
 from turncache_server.control.messages import ModeReply, SetMode, Stats, StatsReply
-from turncache_server.control.server import check_loopback
 from turncache_tools.shell import CHECK_FAILED, progress, write_json, write_table
 
 TIMEOUT_S: Final = 5.0
@@ -23,6 +25,12 @@ Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 Addresses = Annotated[
     list[str],
     typer.Argument(help="Control sockets: tcp://127.0.0.1:5800, 127.0.0.1:5800 or 5800."),
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--fleet-secret-file", help="The fleet's secret; without it only loopback, without keys."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Data as JSON.")]
 
@@ -35,13 +43,21 @@ def mode(
             help="Control sockets, then the mode; without a mode it only asks.",
         ),
     ],
+    fleet_secret_file: SecretFile = None,
     timeout: Timeout = TIMEOUT_S,
     as_json: Json = False,
 ) -> None:
     """Switch engines to on, observe or off, without a restart; or ask what they are in."""
     wanted = engines[-1] if engines[-1] in set(Mode) else ""
-    addresses = control_addresses(engines[:-1] if wanted else engines)
-    replies, silent = _ask_each(addresses, SetMode(mode=wanted), ModeReply, timeout_s=timeout)
+    keys = fleet_keys(fleet_secret_file)
+    addresses = control_addresses(engines[:-1] if wanted else engines, keyed=keys is not None)
+
+    def switch(client: ControlClient, address: str) -> ModeReply:
+        if wanted:
+            return switch_mode(client, address, wanted, timeout_s=timeout)
+        return client.ask(address, SetMode(), ModeReply, timeout_s=timeout)
+
+    replies, silent = _ask_each(addresses, keys, switch)
     rows = [(a, r.mode, r.why) for a, r in replies.items()]
     rows += [(a, "-", str(error)) for a, error in silent.items()]
     if as_json:
@@ -55,10 +71,20 @@ def mode(
         raise typer.Exit(CHECK_FAILED)
 
 
-def stats(engines: Addresses, timeout: Timeout = TIMEOUT_S, as_json: Json = False) -> None:
+def stats(
+    engines: Addresses,
+    fleet_secret_file: SecretFile = None,
+    timeout: Timeout = TIMEOUT_S,
+    as_json: Json = False,
+) -> None:
     """Show counters and gauges of the extension, one column per engine."""
-    addresses = control_addresses(engines)
-    replies, silent = _ask_each(addresses, Stats(), StatsReply, timeout_s=timeout)
+    keys = fleet_keys(fleet_secret_file)
+    addresses = control_addresses(engines, keyed=keys is not None)
+    replies, silent = _ask_each(
+        addresses,
+        keys,
+        lambda client, address: client.ask(address, Stats(), StatsReply, timeout_s=timeout),
+    )
     for address, error in silent.items():
         progress(f"{address}: {error}")
     if as_json:
@@ -75,15 +101,17 @@ def stats(engines: Addresses, timeout: Timeout = TIMEOUT_S, as_json: Json = Fals
 
 
 def _ask_each(
-    addresses: Sequence[str], question: SetMode | Stats, reply: type[_ReplyT], *, timeout_s: float
+    addresses: Sequence[str],
+    keys: FleetKeys | None,
+    ask: Callable[[ControlClient, str], _ReplyT],
 ) -> tuple[dict[str, _ReplyT], dict[str, TurncacheError]]:
     """Ask every engine, whatever the one before said; return answers and failures."""
     replies: dict[str, _ReplyT] = {}
     silent: dict[str, TurncacheError] = {}
-    with closing(ControlClient()) as client:
+    with closing(ControlClient(keys)) as client:
         for address in addresses:
             try:
-                replies[address] = client.ask(address, question, reply, timeout_s=timeout_s)
+                replies[address] = ask(client, address)
             except TurncacheError as error:
                 silent[address] = error
     return replies, silent
@@ -94,11 +122,20 @@ def _raise_first(silent: Mapping[str, TurncacheError]) -> None:
         raise error
 
 
-def control_addresses(texts: Sequence[str]) -> list[str]:
+def fleet_keys(path: Path | None) -> FleetKeys | None:
+    """Read the fleet's secret, None where no file is named.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    return None if path is None else read_fleet_keys(path, setting="--fleet-secret-file")
+
+
+def control_addresses(texts: Sequence[str], *, keyed: bool = False) -> list[str]:
     """Complete addresses of control sockets.
 
     Raises:
-        UsageError: none given, or one that is no loopback address.
+        UsageError: none given, or one that is no address, beyond loopback without keys.
     """
     if not texts:
         raise UsageError("no engine given: name its control socket, such as 5800")
@@ -106,7 +143,7 @@ def control_addresses(texts: Sequence[str]) -> list[str]:
     for text in texts:
         address = f"127.0.0.1:{text}" if text.isdigit() else text
         address = address if "://" in address else f"tcp://{address}"
-        out.append(check_loopback(address, setting="ENGINE"))
+        out.append(check_address(address, setting="ENGINE", keyed=keyed))
     return out
 
 

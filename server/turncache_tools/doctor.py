@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ import typer
 
 from turncache.errors import EngineFault, EnvironmentFault, TurncacheError, UsageError
 from turncache_server.control.client import ControlClient
+from turncache_server.control.keys import FleetKeys
 from turncache_server.control.messages import Hello, HelloReply
 from turncache_server.launch.loopback import is_healthy
 from turncache_server.launch.machine import (
@@ -20,7 +22,7 @@ from turncache_server.launch.machine import (
     inspect_machine,
 )
 from turncache_server.versions import Support, name_tested_versions, support_of
-from turncache_tools.control import TIMEOUT_S, control_addresses
+from turncache_tools.control import TIMEOUT_S, SecretFile, control_addresses, fleet_keys
 from turncache_tools.shell import CHECK_FAILED, write_json, write_table
 
 Verdict = Literal["ok", "note", "failed"]
@@ -49,6 +51,7 @@ def doctor(
     router: Annotated[
         str | None, typer.Option(help="Base URL of a running router or engine.")
     ] = None,
+    fleet_secret_file: SecretFile = None,
     python: Annotated[
         str | None,
         typer.Option(
@@ -59,8 +62,12 @@ def doctor(
 ) -> None:
     """Look at the installation and, when named, at running engines; exit 1 on a failure."""
     findings = [*look_at_installation(python)]
-    if engines:
-        findings += look_at_engines(control_addresses(engines))
+    keys: FleetKeys | None = None
+    if fleet_secret_file is not None:
+        secret, keys = look_at_secret(fleet_secret_file)
+        findings.append(secret)
+    if engines and (keys is not None or fleet_secret_file is None):
+        findings += look_at_engines(control_addresses(engines, keyed=keys is not None), keys=keys)
     if router is not None:
         healthy = is_healthy(_base_url(router))
         findings.append(
@@ -147,12 +154,25 @@ def _installed(name: str, present: bool, where: EngineEnvironment, purpose: str)
     )
 
 
+def look_at_secret(path: Path) -> tuple[Finding, FleetKeys | None]:
+    """Read the fleet's secret; its digest is equal on every machine that has the same."""
+    try:
+        keys = fleet_keys(path)
+    except TurncacheError as error:
+        return Finding(subject="fleet secret", verdict="failed", detail=str(error)), None
+    assert keys is not None, "a file was named"
+    return Finding(subject="fleet secret", verdict="ok", detail=f"digest {keys.digest}"), keys
+
+
 def look_at_engines(
-    addresses: Sequence[str], ask: Callable[[str], HelloReply] | None = None
+    addresses: Sequence[str],
+    ask: Callable[[str], HelloReply] | None = None,
+    *,
+    keys: FleetKeys | None = None,
 ) -> list[Finding]:
     """Say hello to every engine, and compare what has to be equal for KV to be exchanged."""
     if ask is None:
-        with closing(ControlClient()) as client:
+        with closing(ControlClient(keys)) as client:
             return look_at_engines(
                 addresses,
                 lambda address: client.ask(address, Hello(), HelloReply, timeout_s=TIMEOUT_S),
@@ -165,7 +185,8 @@ def look_at_engines(
         except (EngineFault, TurncacheError) as error:
             findings.append(Finding(subject=address, verdict="failed", detail=str(error)))
             continue
-        text = f"{reply.side}, mode {reply.mode}, vLLM {reply.vllm_version}"
+        name = f"{reply.name}, " if reply.name else ""
+        text = f"{name}{reply.side}, mode {reply.mode}, vLLM {reply.vllm_version}"
         missing = "; ".join(reply.missing)
         findings.append(
             Finding(

@@ -31,7 +31,7 @@ from turncache_server.launch.profiles import (
 from turncache_server.launch.router_config import router_config
 from turncache_server.launch.spec import StackSpec
 from turncache_server.launch.transfer import merge
-from turncache_tools.shell import write, write_json
+from turncache_tools.shell import assignments, write, write_json
 
 TRANSFER_FLAG: Final = "--kv-transfer-config"
 
@@ -56,12 +56,22 @@ def flags(
         str | None,
         typer.Option("--merge", help="Existing --kv-transfer-config (JSON) to add ours to."),
     ] = None,
+    engine_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="IP address of one engine's machine, such as prefill-0=10.0.0.1; needs "
+            "--fleet-secret-file, a path on those machines."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Flags as JSON.")] = False,
 ) -> None:
     """Print the exact flags and environment of engines that others start.
 
     For Kubernetes, Slurm, Ray or a shell: nothing is started, nothing has to be installed.
     """
+    if engine_host:
+        hosts = assignments(engine_host, "--engine-host")
+        spec = replace(spec, engine_hosts={name: str(host) for name, host in hosts.items()})
     result = make_flags(spec, merge_with)
     if as_json:
         write_json(as_data(result))

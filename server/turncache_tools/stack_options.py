@@ -76,6 +76,13 @@ def stack_spec(
     control_port: Annotated[
         int | None, typer.Option(help="First control port (5800).", rich_help_panel=_PORTS)
     ] = None,
+    fleet_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Secret of the control plane, shared by engines and router.",
+            rich_help_panel=_PORTS,
+        ),
+    ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="Folder for logs.", rich_help_panel=_PORTS)
     ] = None,
@@ -121,6 +128,7 @@ def stack_spec(
         decode_port=decode_port,
         nixl_port=nixl_port,
         control_port=control_port,
+        fleet_secret_file=fleet_secret_file and fleet_secret_file.expanduser().absolute(),
         log_dir=log_dir,
         python=python,
         stop_grace_s=stop_grace,

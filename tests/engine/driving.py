@@ -19,12 +19,10 @@ import openai
 import turncache
 from turncache import Outcome
 from turncache.protocol import FINAL_HEADER
-from turncache_server.control.client import ControlClient
+from turncache_server.control.client import ControlClient, switch_mode
 from turncache_server.control.messages import (
-    ModeReply,
     Peek,
     PeekReply,
-    SetMode,
     Stats,
     StatsReply,
 )
@@ -150,7 +148,7 @@ class Driver:
         """Switch every engine, and make each step once so that the switch is taken."""
         for engine in self.stack.engines:
             assert engine.control_address is not None
-            self.control.ask(engine.control_address, SetMode(mode=mode), ModeReply, timeout_s=5)
+            switch_mode(self.control, engine.control_address, mode, timeout_s=5)
         self.flood(1, 200)
 
     def wait_for_pulls(self, *, wanted: bool, timeout_s: float = 20.0) -> None:

@@ -12,14 +12,12 @@ import pytest
 from tests.builders import BLOCK, Engine, World, tokens, world
 from turncache.protocol import Reason
 from turncache_server.connector.peers import PeerState
-from turncache_server.control.client import ControlClient
+from turncache_server.control.client import ControlClient, switch_mode
 from turncache_server.control.messages import (
     Call,
     CallReply,
     Hello,
     HelloReply,
-    ModeReply,
-    SetMode,
     Stats,
     StatsReply,
 )
@@ -132,7 +130,7 @@ def test_the_router_reads_modes_records_and_numbers(made: World, client: Control
     stats = client.ask(at, Stats(), StatsReply, timeout_s=5)
     assert stats.counters["calls"] == 1
     assert stats.gauges["retained_blocks"] == 30 // BLOCK
-    assert client.ask(at, SetMode(mode="off"), ModeReply, timeout_s=5).mode == "off"
+    assert switch_mode(client, at, "off", timeout_s=5).mode == "off"
     prefill.call("call-2", tokens(30), session="s")
     assert prefill.record("call-2").reason is Reason.DISABLED
 

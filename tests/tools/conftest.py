@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import pytest
 
 from tests.fakes.vllm_program import write_python
 from tests.server.launch.conftest import mark, model_folder
+from turncache_server.control.keys import FleetKeys, read_fleet_keys
 from turncache_server.control.messages import (
     Hello,
     HelloReply,
@@ -76,7 +78,7 @@ class ControlledEngine:
         if isinstance(request, SetMode):
             if request.mode and not self.stays:
                 self.mode = request.mode
-            return ModeReply(mode=self.mode, why=self.stays)
+            return ModeReply(mode=self.mode, why=self.stays, ticket="t:0")
         if isinstance(request, Stats):
             return StatsReply(counters=dict(self.stats), gauges={"free_blocks": 7})
         if isinstance(request, Hello):
@@ -93,14 +95,31 @@ class ControlledEngine:
         return Refusal(code="unsupported", why="not in this test")
 
 
+@dataclass(frozen=True)
+class Secret:
+    """A fleet's secret: its file, and the keys that engines have derived from it."""
+
+    path: Path
+    keys: FleetKeys
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Secret:
+    """Make a secret as the documentation says."""
+    path = tmp_path / "fleet.secret"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return Secret(path, read_fleet_keys(path))
+
+
 @pytest.fixture
 def control() -> Iterator[Callable[..., ControlledEngine]]:
     """Start control sockets on free ports."""
     with ExitStack() as servers:
 
-        def start(**values: Any) -> ControlledEngine:
+        def start(keys: FleetKeys | None = None, **values: Any) -> ControlledEngine:
             engine = ControlledEngine(**values)
-            server = ControlServer("tcp://127.0.0.1:0", engine.answer)
+            server = ControlServer("tcp://127.0.0.1:0", engine.answer, keys=keys)
             server.start()
             servers.callback(server.close)
             engine.address = server.address

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.vllm_program import write_python
-from tests.tools.conftest import ControlledEngine, Ran
+from tests.tools.conftest import ControlledEngine, Ran, Secret
+from turncache_server.control.keys import derive_keys
 
 Run = Callable[..., Ran]
 Control = Callable[..., ControlledEngine]
@@ -59,6 +60,72 @@ def test_a_dead_engine_keeps_nobody_else_from_being_switched(
     assert engine.mode == "off"
     assert engine.address in ran.out
     assert "tcp://127.0.0.1:1" in ran.out
+
+
+def test_a_fleet_is_asked_with_its_secret(turncache: Run, control: Control, secret: Secret) -> None:
+    """Modes and numbers of engines with keys."""
+    engine = control(keys=secret.keys, stats={"pulls": 3})
+    option = ("--fleet-secret-file", str(secret.path))
+    assert turncache("mode", engine.address, "off", *option).code == 0
+    assert engine.mode == "off"
+    assert "pulls" in turncache("stats", engine.address, *option).out
+
+
+def test_a_secret_that_was_left_out_is_said(
+    turncache: Run, control: Control, secret: Secret
+) -> None:
+    """At once, with what to give; the code is 4."""
+    engine = control(keys=secret.keys)
+    for verb in ("stats", "mode"):
+        ran = turncache(verb, engine.address, "--timeout", "30")
+        assert ran.code == 4
+        assert "this side has none: give this side fleet_secret_file" in ran.err
+    plain = control()
+    ran = turncache("stats", plain.address, "--fleet-secret-file", str(secret.path))
+    assert ran.code == 4
+    assert "it has no fleet secret and this side has one" in ran.err
+
+
+@pytest.mark.parametrize("verb", ["stats", "mode", "doctor"])
+def test_an_address_beyond_loopback_needs_the_secret(turncache: Run, verb: str) -> None:
+    """The code is 2, and the way out is named."""
+    ran = turncache(verb, "tcp://10.0.0.1:5800")
+    assert ran.code == 2
+    assert "fleet_secret_file" in ran.err
+
+
+def test_doctor_asks_a_fleet_with_its_secret(
+    turncache: Run, control: Control, secret: Secret, engine_python: str
+) -> None:
+    """The secret's digest is shown, so that machines can be compared; a wrong one is found."""
+    option = ("--fleet-secret-file", str(secret.path), "--python", engine_python, "--json")
+    right = control(keys=secret.keys, hello={"name": "decode-0"})
+    ran = turncache("doctor", right.address, *option)
+    findings = {f["subject"]: f for f in json.loads(ran.out)}
+    assert ran.code == 0
+    assert findings["fleet secret"]["detail"] == f"digest {secret.keys.digest}"
+    assert findings[right.address]["detail"].startswith("decode-0, single")
+    wrong = control(keys=derive_keys(b"another"))
+    ran = turncache("doctor", wrong.address, *option)
+    assert ran.code == 1
+    assert "the fleet secrets of the two sides differ" in ran.out
+
+
+def test_doctor_finds_a_secret_that_others_can_read(
+    turncache: Run, control: Control, secret: Secret, engine_python: str
+) -> None:
+    """Engines are not asked with it."""
+    secret.path.chmod(0o644)
+    engine = control(keys=secret.keys)
+    ran = turncache(
+        *("doctor", engine.address, "--python", engine_python),
+        *("--fleet-secret-file", str(secret.path), "--json"),
+    )
+    assert ran.code == 1
+    findings = {f["subject"]: f for f in json.loads(ran.out)}
+    assert findings["fleet secret"]["verdict"] == "failed"
+    assert "chmod 600" in findings["fleet secret"]["detail"]
+    assert engine.address not in findings
 
 
 @pytest.mark.parametrize("url", ["http://h:99999", "localhost:8000", "https://h:1", "http://"])

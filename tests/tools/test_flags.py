@@ -42,6 +42,53 @@ def test_flags_are_complete_and_need_nothing_installed(turncache: Run) -> None:
     ]
 
 
+def test_flags_describe_a_fleet(turncache: Run) -> None:
+    """Engines on machines of their own listen there, and everybody finds everybody."""
+    data = as_json(
+        turncache,
+        *PAIR,
+        *("--engine-host", "prefill-0=10.0.0.1", "--engine-host", "decode-0=fd00::2"),
+        *("--fleet-secret-file", "/run/secrets/fleet"),
+    )
+    prefill, decode = data["engines"]
+    for engine, host, at in ((prefill, "10.0.0.1", 5800), (decode, "fd00::2", 5801)):
+        shown = f"[{host}]" if ":" in host else host
+        settings = parse_settings(engine["kv_transfer_config"]["kv_connector_extra_config"])
+        assert settings.name == engine["name"]
+        assert settings.fleet_secret_file == "/run/secrets/fleet"
+        assert settings.control_address == f"tcp://{shown}:{at}"
+        assert engine["environment"]["VLLM_NIXL_SIDE_CHANNEL_HOST"] == host
+        assert engine["arguments"][engine["arguments"].index("--host") + 1] == host
+    section = prefill["kv_transfer_config"]["kv_connector_extra_config"]
+    assert dict(parse_settings(section).peers) == {"decode-0": "tcp://[fd00::2]:5801"}
+    config = parse_config(tomllib.loads(data["router_toml"]))
+    assert config.fleet_secret_file == "/run/secrets/fleet"
+    assert [(e.url, e.control) for e in config.engines] == [
+        ("http://10.0.0.1:8100", "tcp://10.0.0.1:5800"),
+        ("http://[fd00::2]:8200", "tcp://[fd00::2]:5801"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--engine-host", "prefill-0=10.0.0.1"), "10.0.0.1 is not loopback"),
+        (("--engine-host", "prefill-9=10.0.0.1"), "no engine 'prefill-9'"),
+        (("--engine-host", "prefill-0=node-7"), "'node-7': expected an IP address"),
+        (("--engine-host", "prefill-0=0.0.0.0"), "expected an address that others reach"),
+        (("--set", "fleet_secret_file=/x"), "set the stack's own fleet_secret_file"),
+        (("--set-router", "fleet_secret_file=/x"), "follows from the stack"),
+    ],
+)
+def test_a_fleet_that_cannot_work_is_refused(
+    turncache: Run, arguments: tuple[str, ...], why: str
+) -> None:
+    """The code is 2, and the value is named."""
+    ran = turncache(*PAIR, *arguments)
+    assert ran.code == 2
+    assert why in ran.err
+
+
 def test_the_shell_form_says_the_same(turncache: Run) -> None:
     """Copied into a shell, each block has the arguments and variables of the JSON."""
     data = as_json(turncache, *PAIR, "--", "--max-num-seqs", "7")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.tools.conftest import Ran
+from tests.tools.conftest import Ran, Secret
 
 Run = Callable[..., Ran]
 CONFIG = """
@@ -31,6 +31,24 @@ def test_a_configuration_is_checked_without_starting(turncache: Run, tmp_path: P
         {"name": "single-0", "side": "single", "url": "http://127.0.0.1:8100", "control": None}
     ]
     assert "1 engines" in turncache("router", "--config", str(path), "--check").out
+
+
+def test_a_check_reads_the_fleets_secret(turncache: Run, tmp_path: Path, secret: Secret) -> None:
+    """Engines may be anywhere then; the digest is shown, and a file that cannot be used refused."""
+    path = tmp_path / "router.toml"
+    engine = 'control = "tcp://engine-0.fleet:5800"\n'
+    path.write_text(f'fleet_secret_file = "{secret.path}"\n{CONFIG}{engine}')
+    check = ("router", "--config", str(path), "--check")
+    assert json.loads(turncache(*check, "--json").out)["fleet_secret"] == secret.keys.digest
+    assert secret.keys.digest in turncache(*check).out
+    secret.path.chmod(0o644)
+    ran = turncache(*check)
+    assert ran.code == 2
+    assert "chmod 600" in ran.err
+    path.write_text(CONFIG + engine)
+    ran = turncache(*check)
+    assert ran.code == 2
+    assert "fleet_secret_file" in ran.err
 
 
 def test_a_wrong_configuration_names_the_setting(turncache: Run, tmp_path: Path) -> None:

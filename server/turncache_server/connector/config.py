@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from turncache.errors import ConfigError
 from turncache.protocol import DEFAULT_RETAIN_S, MAX_RETAIN_S, Mode
-from turncache_server.control.server import check_loopback
+from turncache_server.control.addresses import check_address, is_loopback
 from turncache_server.retention.policy import POLICY_NAMES
 
 #: Name of our nested object in ``kv_connector_extra_config``.
@@ -39,6 +39,7 @@ class Settings:
     Attributes:
         mode: do nothing, count only, or act.
         side: what this engine is for.
+        name: by which peers and router name this engine; a question for another is refused.
         policy: which lineage is worth most: ``cost`` or ``deadline``.
         retain_default_s: seconds to keep a session's KV when the call does not say.
         retain_max_s: longest retention that a call may ask for, in seconds.
@@ -47,6 +48,8 @@ class Settings:
         pull_timeout_s: longest time for a pull, None to derive it from the prompt.
         handover_s: seconds for which prefill keeps a prompt that decode has not taken.
         control_address: address of the control socket, None for none.
+        fleet_secret_file: file with the secret that all engines and routers share, None to
+            stay on loopback without keys.
         peers: engines that this one may pull from: name to control address.
         trust_hints: our router is in front: read all hints, not only the session.
         allow_untested_vllm: act on a vLLM that is not in the table of tested versions.
@@ -56,6 +59,7 @@ class Settings:
 
     mode: Mode = Mode.ON
     side: Side = Side.SINGLE
+    name: str = ""
     policy: str = "cost"
     retain_default_s: float = DEFAULT_RETAIN_S
     retain_max_s: float = MAX_RETAIN_S
@@ -64,6 +68,7 @@ class Settings:
     pull_timeout_s: float | None = None
     handover_s: float = 30.0
     control_address: str | None = None
+    fleet_secret_file: str | None = None
     peers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     trust_hints: bool = False
     allow_untested_vllm: bool = False
@@ -88,7 +93,8 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     read = _Reader(section)
     retain_max_s = read.seconds("retain_max_s", MAX_RETAIN_S)
     timeout = section.get("pull_timeout_s", "auto")
-    address = section.get("control_address")
+    secret_file = read.text("fleet_secret_file") or None
+    name = read.text("name")
     threshold = extra_config.get("kv_recompute_threshold")
     if threshold is not None and (
         isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0
@@ -97,6 +103,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     return Settings(
         mode=Mode(read.word("mode", Mode.ON, tuple(Mode))),
         side=Side(read.word("side", Side.SINGLE, tuple(Side))),
+        name=name,
         policy=read.word("policy", "cost", POLICY_NAMES),
         retain_default_s=min(read.seconds("retain_default_s", DEFAULT_RETAIN_S), retain_max_s),
         retain_max_s=retain_max_s,
@@ -104,10 +111,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         tenant_budget=read.share("tenant_budget", 0.25),
         pull_timeout_s=None if timeout == "auto" else read.seconds("pull_timeout_s", 0.0),
         handover_s=read.seconds("handover_s", 30.0),
-        control_address=None
-        if address is None
-        else check_loopback(str(address), setting=f"{SECTION}.control_address"),
-        peers=_peers(section.get("peers", {})),
+        control_address=_control_address(section, name=name, keyed=secret_file is not None),
+        fleet_secret_file=secret_file,
+        peers=_peers(section.get("peers", {}), keyed=secret_file is not None),
         trust_hints=read.flag("trust_hints"),
         allow_untested_vllm=read.flag("allow_untested_vllm"),
         recompute_threshold=threshold,
@@ -128,6 +134,12 @@ class _Reader:
             )
         return str(value)
 
+    def text(self, name: str) -> str:
+        value = self._section.get(name, "")
+        if not isinstance(value, str):
+            raise ConfigError(f"{SECTION}.{name}", f"{value!r}: expected text")
+        return value
+
     def flag(self, name: str) -> bool:
         value = self._section.get(name, False)
         if not isinstance(value, bool):
@@ -147,18 +159,35 @@ class _Reader:
         return float(value)
 
 
-def _peers(value: Any) -> Mapping[str, str]:
+def _control_address(section: Mapping[str, Any], *, name: str, keyed: bool) -> str | None:
+    value = section.get("control_address")
+    if value is None:
+        return None
+    setting = f"{SECTION}.control_address"
+    address = check_address(str(value), setting=setting, keyed=keyed, bind=True)
+    if not name and not is_loopback(address):
+        raise ConfigError(
+            f"{SECTION}.name",
+            f"missing, with control_address {address}: give the name by which the peers name "
+            "this engine, so that a wrong address is noticed",
+        )
+    return address
+
+
+def _peers(value: Any, *, keyed: bool) -> Mapping[str, str]:
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"{SECTION}.peers",
             f"{value!r}: expected an object of engine name to control address",
         )
-    return MappingProxyType(
-        {
-            str(name): check_loopback(str(address), setting=f"{SECTION}.peers.{name}")
-            for name, address in value.items()
-        }
-    )
+    peers: dict[str, str] = {}
+    for name, text in value.items():
+        setting = f"{SECTION}.peers.{name}"
+        address = check_address(str(text), setting=setting, keyed=keyed)
+        if address in peers.values():
+            raise ConfigError(setting, f"{address!r} occurs twice; every engine has its own")
+        peers[str(name)] = address
+    return MappingProxyType(peers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
@@ -136,6 +136,7 @@ class Extension:
         self._failed_loads: set[str] = set()
         self._ranked_at_s = float("-inf")
         self._on_mode: list[Callable[[Mode], None]] = []
+        self._also_counted: list[Callable[[], Mapping[str, float]]] = []
 
     # --- life -----------------------------------------------------------------------------
 
@@ -147,6 +148,10 @@ class Extension:
     def when_mode_changes(self, listener: Callable[[Mode], None]) -> None:
         """Have ``listener`` called on the engine thread after each change of mode."""
         self._on_mode.append(listener)
+
+    def count_also(self, counters: Callable[[], Mapping[str, float]]) -> None:
+        """Have the totals of another part shown among :meth:`counters`."""
+        self._also_counted.append(counters)
 
     def bind(self, pool: Any) -> None:
         """Take the pool's free queue over, after the self-test."""
@@ -492,4 +497,5 @@ class Extension:
             "superseded_chains": float(stats.superseded_total),
             "clipped_retentions": float(stats.clipped_total),
             "clipped_blocks": float(stats.clipped_blocks_total),
+            **{name: n for counters in self._also_counted for name, n in counters().items()},
         }

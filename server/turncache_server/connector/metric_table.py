@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from turncache.protocol import Mode, Reason
+from turncache_server.control.messages import DROP_CODES, INCOMPATIBLE_CODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,20 @@ COUNTER_METRICS: Final = (
         text="Prompts handed over by vLLM's own logic, because nothing is pulled.",
         good="0 in mode on",
         keys={"": "stock_handovers"},
+    ),
+    Metric(
+        name="turncache_control_dropped",
+        text="Messages and connections that the control socket refused, by why.",
+        good="stands still; the connectors' README says what to do",
+        label="why",
+        keys={code: f"control_dropped_{code}" for code in DROP_CODES},
+    ),
+    Metric(
+        name="turncache_peer_hellos_refused",
+        text="Hellos of this engine that a peer refused, by why.",
+        good="stands still",
+        label="why",
+        keys={code: f"peer_hellos_refused_{code}" for code in INCOMPATIBLE_CODES},
     ),
 )
 GAUGE_METRICS: Final = (

@@ -38,7 +38,7 @@ from turncache_server.connector.fingerprint import engine_fingerprint
 from turncache_server.connector.metrics import Reporter, TurncacheStats
 from turncache_server.connector.peers import PeerBook, PeerState
 from turncache_server.connector.pull import Pull, PullBook, Read
-from turncache_server.connector.service import Service
+from turncache_server.connector.service import Service, fleet_keys, open_control
 from turncache_server.connector.versions import settings_for
 from turncache_server.connector.worker import (
     PULL_PREFIX,
@@ -47,7 +47,6 @@ from turncache_server.connector.worker import (
     TurncacheMetadata,
     WorkerReport,
 )
-from turncache_server.control.server import ControlServer
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +138,13 @@ class PairScheduler(NixlPullConnectorScheduler):
         )
         self._settings = settings
         self._facts = facts
-        self._peers = peers or PeerBook(
-            settings.peers, self._fingerprint, ask_timeout_s=ASK_TIMEOUT_S
-        )
+        keys = fleet_keys(settings)
+        if peers is None:
+            peers = PeerBook(
+                settings.peers, self._fingerprint, ask_timeout_s=ASK_TIMEOUT_S, keys=keys
+            )
+            self.extension.count_also(peers.counters)
+        self._peers = peers
         # Who names a threshold has decided; and a prompt is never computed on decode by choice.
         free = settings.recompute_threshold is None and settings.side is not Side.DECODE
         self._costs = PullCosts(may_compute=free)
@@ -160,22 +163,18 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._greeted: set[str] = set()
         self._stepped_at_s = 0.0
         self._pool: Any = None
-        self._control: ControlServer | None = None
         self.totals: Counter[str] = Counter()
         self._reporter = Reporter(
             lambda: {**self.extension.counters(), **self.totals}, self._gauges, clock
         )
         self.extension.when_mode_changes(self._mode_changed)
-        if settings.control_address is not None:
-            self._control = ControlServer(
-                settings.control_address,
-                Service(
-                    self.extension,
-                    fingerprint=self._fingerprint,
-                    endpoint=(self.side_channel_host, self.side_channel_port),
-                    more_stats=self.stats,
-                ),
-            )
+        service = Service(
+            self.extension,
+            fingerprint=self._fingerprint,
+            endpoint=(self.side_channel_host, self.side_channel_port),
+            more_stats=self.stats,
+        )
+        self._control = open_control(self.extension, service, keys)
 
     def bind(self, pool: Any) -> None:
         """Take the pool over, start answering and start asking."""

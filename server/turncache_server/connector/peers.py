@@ -10,14 +10,17 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from turncache.errors import EngineFault
+from turncache.errors import EngineFault, EngineRefusal
 from turncache_server.control.client import ControlClient
+from turncache_server.control.keys import FleetKeys
 from turncache_server.control.messages import (
+    INCOMPATIBLE_CODES,
     Hello,
     HelloReply,
     Peek,
@@ -70,14 +73,22 @@ class PeerBook:
         peers: engine name to control address.
         fingerprint: of this engine.
         ask_timeout_s: longest time for one peek or verify.
+        keys: of the fleet, None for peers on loopback without keys.
     """
 
     def __init__(
-        self, peers: Mapping[str, str], fingerprint: Mapping[str, str], *, ask_timeout_s: float
+        self,
+        peers: Mapping[str, str],
+        fingerprint: Mapping[str, str],
+        *,
+        ask_timeout_s: float,
+        keys: FleetKeys | None = None,
     ) -> None:
         self._fingerprint = dict(fingerprint)
         self._ask_timeout_s = ask_timeout_s
-        self._client = ControlClient()
+        # Every question carries the name that is expected at its address.
+        self._client = ControlClient(keys, names={address: name for name, address in peers.items()})
+        self._refused: Counter[str] = Counter(dict.fromkeys(INCOMPATIBLE_CODES, 0))
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="turncache-ask")
         self._records = {
             name: Peer(name=name, control_address=address) for name, address in peers.items()
@@ -109,6 +120,12 @@ class PeerBook:
     def all(self) -> list[Peer]:
         """Return every record."""
         return list(self._records.values())
+
+    def counters(self) -> Mapping[str, float]:
+        """Return how many hellos peers have refused, by why; safe to call from any thread."""
+        return {
+            f"peer_hellos_refused_{code}": float(self._refused[code]) for code in INCOMPATIBLE_CODES
+        }
 
     def hurry(self) -> None:
         """Ask every peer anew, soon: an answer did not fit what its hello said."""
@@ -149,6 +166,9 @@ class PeerBook:
                 record.control_address, Hello(), HelloReply, timeout_s=HELLO_TIMEOUT_S
             )
         except EngineFault as error:
+            if isinstance(error, EngineRefusal) and error.code in INCOMPATIBLE_CODES:
+                self._refused[error.code] += 1
+                return self._incompatible(record, str(error), record.hello)
             state = PeerState.UNSEEN if record.hello is None else PeerState.GONE
             if record.state is not state:
                 logger.warning("turncache: peer %s does not answer: %s", record.name, error)
@@ -159,19 +179,29 @@ class PeerBook:
                 why=str(error),
                 hello=record.hello,
             )
-        differs = difference(self._fingerprint, reply.fingerprint)
-        if differs and record.why != differs:
-            logger.error(
-                "turncache: peer %s is incompatible, nothing will be pulled from it: %s",
-                record.name,
-                differs,
-            )
-        elif not differs and record.state is not PeerState.COMPATIBLE:
+        if differs := difference(self._fingerprint, reply.fingerprint):
+            return self._incompatible(record, differs, reply)
+        if record.state is not PeerState.COMPATIBLE:
             logger.info("turncache: peer %s is compatible (%s)", record.name, reply.engine_id)
         return Peer(
             name=record.name,
             control_address=record.control_address,
-            state=PeerState.INCOMPATIBLE if differs else PeerState.COMPATIBLE,
-            why=differs,
+            state=PeerState.COMPATIBLE,
             hello=reply,
+        )
+
+    def _incompatible(self, record: Peer, why: str, hello: HelloReply | None) -> Peer:
+        """Return a record that refuses pulls, and say why once."""
+        if record.why != why:
+            logger.error(
+                "turncache: peer %s is incompatible, nothing will be pulled from it: %s",
+                record.name,
+                why,
+            )
+        return Peer(
+            name=record.name,
+            control_address=record.control_address,
+            state=PeerState.INCOMPATIBLE,
+            why=why,
+            hello=hello,
         )

@@ -23,7 +23,7 @@ from turncache_server.connector import _compat
 from turncache_server.connector.config import engine_facts, parse_settings
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.metrics import Reporter, TurncacheMetrics, TurncacheStats
-from turncache_server.connector.service import Service
+from turncache_server.connector.service import Service, fleet_keys, open_control
 from turncache_server.connector.versions import settings_for
 from turncache_server.control.server import ControlServer
 
@@ -54,10 +54,11 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
             self._reporter = Reporter(
                 self._extension.counters, self._extension.gauges, time.monotonic
             )
-            if settings.control_address is not None:
-                self._control = ControlServer(
-                    settings.control_address, Service(self._extension, fingerprint={})
-                )
+            self._control = open_control(
+                self._extension,
+                Service(self._extension, fingerprint={}),
+                fleet_keys(settings),
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

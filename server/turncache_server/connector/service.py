@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 
 from turncache.protocol import Mode
+from turncache_server.connector.config import SECTION, Settings
 from turncache_server.connector.extension import Extension
+from turncache_server.control.keys import FleetKeys, read_fleet_keys
 from turncache_server.control.messages import (
     Call,
     CallReply,
@@ -25,6 +28,7 @@ from turncache_server.control.messages import (
     Verify,
     VerifyReply,
 )
+from turncache_server.control.server import ControlServer
 from turncache_server.retention.mailbox import Signalled, SwitchMode
 from turncache_server.retention.values import Signal as Kind
 
@@ -34,6 +38,10 @@ Endpoint = tuple[str, int]
 
 class Service:
     """Answers for one engine.
+
+    A change of mode needs the ticket that the last answer about the mode has shown, which names
+    this start of the engine and the changes so far: a message that arrives twice, or that was
+    meant for the process before, changes nothing.
 
     Args:
         extension: the engine's extension.
@@ -54,6 +62,8 @@ class Service:
         self._fingerprint = dict(fingerprint)
         self._endpoint = endpoint
         self._more_stats = more_stats
+        self._start = uuid.uuid4().hex
+        self._num_mode_changes = 0
 
     def __call__(self, request: Request) -> Reply:
         """Answer one question."""
@@ -84,6 +94,7 @@ class Service:
         if extension.broken is not None:
             missing.append(extension.broken)
         return HelloReply(
+            name=extension.settings.name,
             engine_id=facts.engine_id,
             start_id=source.start_id if source is not None else "",
             generation=source.generation() if source is not None else 0,
@@ -148,6 +159,13 @@ class Service:
 
     def _mode(self, request: SetMode) -> Reply:
         extension = self._extension
+        # Without a ticket it comes from version 1, which has none.
+        if request.mode and request.ticket and request.ticket != self._ticket():
+            return Refusal(
+                code="stale",
+                why="the mode was switched since it was asked for, or the engine has restarted: "
+                "ask for the mode again",
+            )
         if request.mode and request.mode not in set(Mode):
             legal = ", ".join(mode.value for mode in Mode)
             return Refusal(code="malformed", why=f"mode {request.mode!r}: expected one of {legal}")
@@ -158,10 +176,42 @@ class Service:
         if not extension.mailbox.post(SwitchMode(request.mode)):
             return self._in_force("the engine's mailbox is full; try again")
         extension.requested_mode = Mode(request.mode)
+        self._num_mode_changes += 1
         return self._in_force("")
 
     def _in_force(self, why: str) -> ModeReply:
         extension = self._extension
         mode = extension.requested_mode
         pulls = mode is Mode.ON and not extension.facts.unsupported_pull
-        return ModeReply(mode=mode.value, why=why, pulls=pulls)
+        return ModeReply(mode=mode.value, why=why, pulls=pulls, ticket=self._ticket())
+
+    def _ticket(self) -> str:
+        return f"{self._start}:{self._num_mode_changes}"
+
+
+def fleet_keys(settings: Settings) -> FleetKeys | None:
+    """Return the fleet's keys, None where the settings name no secret.
+
+    Raises:
+        ConfigError: the secret's file cannot be used.
+        EnvironmentFault: libzmq was built without CURVE.
+    """
+    if settings.fleet_secret_file is None:
+        return None
+    return read_fleet_keys(settings.fleet_secret_file, setting=f"{SECTION}.fleet_secret_file")
+
+
+def open_control(
+    extension: Extension, service: Service, keys: FleetKeys | None
+) -> ControlServer | None:
+    """Bind the engine's control socket, None where the settings name no address.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    settings = extension.settings
+    if settings.control_address is None:
+        return None
+    server = ControlServer(settings.control_address, service, name=settings.name, keys=keys)
+    extension.count_also(server.counters)
+    return server

@@ -1,27 +1,55 @@
 """Messages of the control plane, versioned.
 
-A message is one msgpack map ``{v, id, body}``. The version is checked before the body
+A message is one msgpack map ``{v, id, to, body}``. The version is checked before the body
 is decoded, so that another version gets a clear answer. Times never cross as clock
 readings, only as remaining seconds. Unknown members are ignored.
+
+A version understands its neighbours, so that a fleet can be updated engine by engine; what
+is further away is refused by name. An answer has the version of its question where that is
+the older one.
 
 Version history of :data:`CONTROL_VERSION`:
 
 1. hello, peek, verify, call, signal, mode, stats.
+2. ``to`` in the envelope, the engine's name in hello, a ticket for every change of mode.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 
 from turncache.errors import ProtocolError
 
-CONTROL_VERSION: Final = 1
+CONTROL_VERSION: Final = 2
+#: Versions that differ from ours by this much are understood.
+VERSION_SKEW: Final = 1
 #: A peek of 100,000 tokens in blocks of 16 carries 6,250 hashes of 32 bytes: 213 KB.
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 MAX_HASHES: Final = 131_072
+#: Why a message was not acted upon; also the codes of a :class:`Refusal`.
+#:
+#: ``malformed`` no message, or one that breaks its form; ``too_large`` above a bound;
+#: ``version`` too far from ours; ``unsupported`` a question that this side does not know;
+#: ``other_engine`` meant for an engine of another name; ``stale`` a change that was asked for
+#: before, or of another start of the engine; ``unauthenticated`` a connection that did not
+#: prove the fleet's key, or proved one where there is none; ``unsent`` an answer that its
+#: asker did not take; ``error`` a failure of ours.
+DROP_CODES: Final = (
+    "malformed",
+    "too_large",
+    "version",
+    "unsupported",
+    "other_engine",
+    "stale",
+    "unauthenticated",
+    "unsent",
+    "error",
+)
+#: Codes of a refused hello that no waiting cures: somebody has to change a setting or a version.
+INCOMPATIBLE_CODES: Final = ("other_engine", "unauthenticated", "version")
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -80,9 +108,15 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
 
 
 class SetMode(msgspec.Struct, frozen=True, kw_only=True, tag="mode"):
-    """Switch to ``off``, ``observe`` or ``on``; an empty mode only asks."""
+    """Switch to ``off``, ``observe`` or ``on``; an empty mode only asks.
+
+    Attributes:
+        ticket: from the answer to an empty mode. It is good for one change of this start of
+            the engine, so that a message which arrives twice or late changes nothing.
+    """
 
     mode: str = ""
+    ticket: str = ""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -96,6 +130,7 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
     """What a peer needs to know before it may read from this engine.
 
     Attributes:
+        name: the engine's name in the settings of peers and router, empty where it has none.
         engine_id: NIXL engine id.
         start_id: random per start of the engine process.
         generation: rises whenever cached KV stops being valid.
@@ -126,6 +161,7 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
     max_model_len: int = 0
     vllm_version: str = ""
     missing: list[str] = []
+    name: str = ""
 
 
 class PeekReply(msgspec.Struct, frozen=True, kw_only=True, tag="peek_reply"):
@@ -192,11 +228,13 @@ class ModeReply(msgspec.Struct, frozen=True, kw_only=True, tag="mode_reply"):
     Attributes:
         pulls: the engine takes and gives KV by verified pulls; without them a router has
             prompts handed over as stock does.
+        ticket: what the next change has to carry.
     """
 
     mode: str
     why: str = ""
     pulls: bool = True
+    ticket: str = ""
 
 
 class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):
@@ -210,7 +248,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     """The request was not carried out.
 
     Attributes:
-        code: ``version``, ``malformed``, ``too_large``, ``unsupported`` or ``error``.
+        code: one of :data:`DROP_CODES`.
         why: what was wrong, in words.
     """
 
@@ -230,32 +268,59 @@ Reply = (
 )
 
 
-class _Envelope(msgspec.Struct, frozen=True):
+class Envelope(msgspec.Struct, frozen=True):
+    """What surrounds a message.
+
+    Attributes:
+        v: version of the side that has sent it.
+        id: pairs an answer with its question.
+        body: the message, not decoded.
+        to: name of the engine that is asked, empty for whoever listens there.
+    """
+
     v: int
     id: int
     body: msgspec.Raw
+    to: str = ""
 
 
-_envelopes = msgspec.msgpack.Decoder(_Envelope)
+_envelopes = msgspec.msgpack.Decoder(Envelope)
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_types: msgspec.msgpack.Decoder[dict[str, msgspec.Raw]] = msgspec.msgpack.Decoder(
+    dict[str, msgspec.Raw]
+)
 _encoder = msgspec.msgpack.Encoder()
+_KNOWN: Final = frozenset(
+    str(kind.__struct_config__.tag) for kind in (*get_args(Request), *get_args(Reply))
+)
 
 
-def encode(number: int, body: Request | Reply) -> bytes:
-    """Encode one message; ``number`` pairs an answer with its question.
+def encode(
+    number: int, body: Request | Reply, *, to: str = "", version: int = CONTROL_VERSION
+) -> bytes:
+    """Encode one message.
+
+    Args:
+        number: pairs an answer with its question.
+        body: the message.
+        to: name of the engine that is asked.
+        version: of the question, for an answer; a newer one than ours is answered in ours.
 
     Raises:
         ProtocolError: field ``too_large``; a socket would drop the connection instead.
     """
-    data = _encoder.encode({"v": CONTROL_VERSION, "id": number, "body": body})
+    envelope: dict[str, object] = {"v": min(version, CONTROL_VERSION), "id": number}
+    if to:
+        envelope["to"] = to
+    data = _encoder.encode({**envelope, "body": body})
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError("too_large", f"{len(data)} bytes; at most {MAX_MESSAGE_BYTES}")
     return data
 
 
-def open_envelope(data: bytes) -> tuple[int, bytes]:
-    """Check size and version, and return (number, undecoded body).
+def read_envelope(data: bytes) -> Envelope:
+    """Check size and version, and return the envelope.
 
     Raises:
         ProtocolError: field ``too_large``, ``malformed`` or ``version``.
@@ -266,15 +331,28 @@ def open_envelope(data: bytes) -> tuple[int, bytes]:
         envelope = _envelopes.decode(data)
     except msgspec.DecodeError as error:
         raise ProtocolError("malformed", str(error)) from error
-    if envelope.v != CONTROL_VERSION:
+    if abs(envelope.v - CONTROL_VERSION) > VERSION_SKEW:
         raise ProtocolError(
-            "version", f"control version {envelope.v}; this side speaks {CONTROL_VERSION}"
+            "version",
+            f"control version {envelope.v}; this side speaks {CONTROL_VERSION} and understands "
+            f"{CONTROL_VERSION - VERSION_SKEW} to {CONTROL_VERSION + VERSION_SKEW}: update the "
+            "older side",
         )
+    return envelope
+
+
+def open_envelope(data: bytes) -> tuple[int, bytes]:
+    """Check size and version, and return (number, undecoded body).
+
+    Raises:
+        ProtocolError: as :func:`read_envelope`.
+    """
+    envelope = read_envelope(data)
     return envelope.id, bytes(envelope.body)
 
 
 def question_number(data: bytes) -> int:
-    """Return the number of a message that :func:`open_envelope` refused, 0 when unreadable.
+    """Return the number of a message that :func:`read_envelope` refused, 0 when unreadable.
 
     A refusal that carries another number would be taken for a late answer and dropped.
     """
@@ -286,8 +364,12 @@ def question_number(data: bytes) -> int:
         return 0
 
 
-def decode_request(body: bytes) -> Request:
+def decode_request(body: bytes | msgspec.Raw, *, version: int = CONTROL_VERSION) -> Request:
     """Decode a question.
+
+    Args:
+        body: the message.
+        version: of the side that asks; a change of mode carries a ticket from version 2 on.
 
     Raises:
         ProtocolError: when it is no known question or breaks a bound.
@@ -295,7 +377,7 @@ def decode_request(body: bytes) -> Request:
     try:
         request = _requests.decode(body)
     except msgspec.DecodeError as error:
-        raise ProtocolError("malformed", str(error)) from error
+        raise _undecodable(body, error) from error
     if isinstance(request, (Peek, Verify)) and len(request.hashes) > MAX_HASHES:
         raise ProtocolError("too_large", f"{len(request.hashes)} hashes; at most {MAX_HASHES}")
     if isinstance(request, Verify) and not (
@@ -304,10 +386,23 @@ def decode_request(body: bytes) -> Request:
         raise ProtocolError("malformed", "block_ids, epochs and hashes differ in length")
     if isinstance(request, Signal) and not 0 <= (request.expect_s or 0.0) < math.inf:
         raise ProtocolError("malformed", f"expect_s {request.expect_s}: expected seconds from 0")
+    if isinstance(request, SetMode) and request.mode and not request.ticket and version > 1:
+        raise ProtocolError("malformed", "a change of mode without a ticket: ask for it first")
     return request
 
 
-def decode_reply(body: bytes) -> Reply:
+def _undecodable(body: bytes | msgspec.Raw, error: msgspec.DecodeError) -> ProtocolError:
+    """Tell a question that only a newer side knows from one that is broken."""
+    try:
+        kind = msgspec.msgpack.decode(_types.decode(body).get("type", b""), type=str)
+    except msgspec.DecodeError:
+        return ProtocolError("malformed", str(error))
+    if kind in _KNOWN:
+        return ProtocolError("malformed", str(error))
+    return ProtocolError("unsupported", f"unknown message {kind[:64]!r}; this side may be older")
+
+
+def decode_reply(body: bytes | msgspec.Raw) -> Reply:
     """Decode an answer.
 
     Raises:
@@ -316,4 +411,4 @@ def decode_reply(body: bytes) -> Reply:
     try:
         return _replies.decode(body)
     except msgspec.DecodeError as error:
-        raise ProtocolError("malformed", str(error)) from error
+        raise _undecodable(body, error) from error

@@ -10,6 +10,7 @@ from typing import Final
 
 from turncache.errors import ConfigError, EnvironmentFault
 from turncache_server.connector.config import parse_settings
+from turncache_server.control.keys import read_fleet_keys
 from turncache_server.launch import models
 from turncache_server.launch.machine import (
     EngineEnvironment,
@@ -84,6 +85,22 @@ def check_settings(spec: StackSpec) -> None:
         ConfigError: naming the setting and the legal values.
     """
     parse_settings(settings_as_extra(spec.settings))
+
+
+def check_fleet(spec: StackSpec) -> None:
+    """Check the fleet's secret as engines and router will, on the machine that starts them.
+
+    Raises:
+        ConfigError: its file cannot be used, or an engine is to run elsewhere.
+    """
+    if spec.engine_hosts:
+        raise ConfigError(
+            "engine_hosts",
+            "engines are started on this machine only: print what to start elsewhere with "
+            "turncache flags",
+        )
+    if spec.fleet_secret_file is not None:
+        read_fleet_keys(spec.fleet_secret_file)
 
 
 def check_router_config(text: str) -> None:

@@ -154,8 +154,9 @@ def plan_engines(
 
     ``spec.model`` is an absolute folder or a hub name here.
     """
+    hosts = {name: spec.engine_hosts.get(name, LOOPBACK) for name, _ in spec.members}
     control = {
-        name: f"tcp://{LOOPBACK}:{at.control}"
+        name: f"tcp://{reachable(hosts[name])}:{at.control}"
         for (name, _), at in zip(spec.members, ports.engines, strict=True)
     }
     on_gpu = runs_on_gpu(spec, environment)
@@ -168,7 +169,7 @@ def plan_engines(
     for number, (name, side) in enumerate(spec.members):
         at = ports.engines[number]
         transfer = transfer_config(spec, name, side, control=control, on_gpu=on_gpu, mode=mode)
-        host = LOOPBACK if spec.has_router else spec.host
+        host = hosts[name] if spec.has_router or name in spec.engine_hosts else spec.host
         hardware = (
             _gpu_flags(spec, machine.gpus, number)
             if on_gpu
@@ -188,7 +189,9 @@ def plan_engines(
                     *(("--kv-transfer-config", json.dumps(transfer)) if transfer else ()),
                     *spec.engine_args,
                 ),
-                environment=MappingProxyType({**hardware[1], **_link_variables(spec, at.nixl)}),
+                environment=MappingProxyType(
+                    {**hardware[1], **_link_variables(spec, hosts[name], at.nixl)}
+                ),
                 cores=() if on_gpu else cores[number],
             )
         )
@@ -232,10 +235,10 @@ def _common_flags(spec: StackSpec, side: Side, host: str, port: int) -> list[str
     return flags
 
 
-def _link_variables(spec: StackSpec, nixl_port: int) -> dict[str, str]:
+def _link_variables(spec: StackSpec, host: str, nixl_port: int) -> dict[str, str]:
     variables = {"HF_HUB_OFFLINE": "1"} if spec.model.startswith("/") else {}
     if spec.is_pair:
-        variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = LOOPBACK
+        variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
         variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(nixl_port)
     return variables
 

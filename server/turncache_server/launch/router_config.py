@@ -18,7 +18,9 @@ def router_config(spec: StackSpec, port: int, launches: Sequence[EngineLaunch]) 
         ConfigError: a router setting that the stack itself decides, or that TOML cannot hold.
     """
     ours = {"host": spec.host, "port": port, "return_enabled": spec.return_enabled}
-    for name in (*ours, "engines"):
+    if spec.fleet_secret_file is not None:
+        ours["fleet_secret_file"] = str(spec.fleet_secret_file)
+    for name in (*ours, "engines", "fleet_secret_file"):
         if name in spec.router_settings:
             raise ConfigError(f"router_settings.{name}", "follows from the stack's own settings")
     lines = [_line(name, value) for name, value in {**ours, **spec.router_settings}.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,8 @@ _OURS: Final = MappingProxyType(
     {
         "mode": "set the mode of the stack instead",
         "side": "follows from prefill and decode",
+        "name": "follows from prefill and decode",
+        "fleet_secret_file": "set the stack's own fleet_secret_file instead",
         "control_address": "follows from control_port",
         "peers": "follow from prefill and decode",
     }
@@ -68,6 +71,10 @@ class StackSpec:
         served_name: name of the model in the API; by default the hub name, or the folder's
             last part.
         host: address that clients reach; engines behind a router stay on loopback.
+        engine_hosts: IP address of the machine of each engine, by name, for engines that
+            somebody else starts; all on loopback by default.
+        fleet_secret_file: secret of the control plane, at the same path on every machine.
+            Needed as soon as an engine is not on loopback.
         router_port: port of the router; 0 takes a free one.
         engine_port: port of the first prefill or single engine, counted up. None takes
             8100, or free ones when ``router_port`` is 0; 0 takes free ones. Likewise
@@ -107,6 +114,8 @@ class StackSpec:
     stock_returns: tuple[str, ...] = ()
     served_name: str | None = None
     host: str = "127.0.0.1"
+    engine_hosts: Mapping[str, str] = field(default_factory=_empty)
+    fleet_secret_file: Path | None = None
     router_port: int = 8000
     engine_port: int | None = None
     decode_port: int | None = None
@@ -136,6 +145,7 @@ class StackSpec:
         self._check_words()
         self._check_counts()
         self._check_stock_returns()
+        self._check_engine_hosts()
         self._check_ports()
         self._check_engine_args()
 
@@ -241,6 +251,31 @@ class StackSpec:
             if name not in names:
                 raise ConfigError(
                     "stock_returns", f"no engine {name!r}; expected {', '.join(names)}"
+                )
+
+    def _check_engine_hosts(self) -> None:
+        names = [name for name, _ in self.members]
+        for name, host in self.engine_hosts.items():
+            if name not in names:
+                raise ConfigError(
+                    "engine_hosts", f"no engine {name!r}; expected {', '.join(names)}"
+                )
+            try:
+                ip = ipaddress.ip_address(host)
+            except ValueError as error:
+                # It is an address to listen on as well, for NIXL too, which takes no name.
+                raise ConfigError(
+                    "engine_hosts", f"{name}: {host!r}: expected an IP address of its machine"
+                ) from error
+            if ip.is_unspecified or ip.is_multicast:
+                raise ConfigError(
+                    "engine_hosts", f"{name}: {host!r}: expected an address that others reach"
+                )
+            if self.is_ours and not ip.is_loopback and self.fleet_secret_file is None:
+                raise ConfigError(
+                    "engine_hosts",
+                    f"{name}: {host} is not loopback: its control socket needs keys, give "
+                    "fleet_secret_file",
                 )
 
     def _check_ports(self) -> None:

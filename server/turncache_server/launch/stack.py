@@ -66,6 +66,7 @@ def start(spec: StackSpec, *, progress: Progress, timeout_s: float = START_TIMEO
     for note in preflight.check_environment(spec, environment):
         progress(note)
     preflight.check_settings(spec)
+    preflight.check_fleet(spec)
     spec = replace(spec, model=preflight.resolve_model(spec, environment.python, progress))
     machine = inspect_machine()
     ports = count_ports(spec, free_ports(1 + 3 * len(spec.members)))

@@ -57,7 +57,9 @@ def transfer_config(
     section = {
         "mode": mode,
         "side": side,
+        "name": name,
         "control_address": control[name],
+        **({"fleet_secret_file": str(spec.fleet_secret_file)} if spec.fleet_secret_file else {}),
         # Hints beyond the session count only where our own router has written them.
         "trust_hints": spec.has_router,
         **({"peers": _peers(spec, side, control)} if spec.is_pair else {}),

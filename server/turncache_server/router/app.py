@@ -19,7 +19,7 @@ from turncache.protocol import CALL_HEADER, PROTOCOL_VERSION, REQUEST_ID_HEADER
 from turncache_server.control.client import AsyncControlClient
 from turncache_server.router.background import Background
 from turncache_server.router.calls import API
-from turncache_server.router.config import RouterConfig
+from turncache_server.router.config import RouterConfig, fleet_keys
 from turncache_server.router.errors import SERVER_ERROR, ApiError
 from turncache_server.router.events import CallRefused, Events, Listener
 from turncache_server.router.forecast import Forecast
@@ -88,14 +88,18 @@ async def serving(
         new_id: makes the ids of calls.
 
     Raises:
-        ConfigError: the address cannot be bound, or ``engine_key_env`` names no variable.
+        ConfigError: the address cannot be bound, or ``engine_key_env`` names no variable,
+            or the fleet's secret cannot be used.
     """
     sessions = SessionTable(config.max_sessions)
     metrics = Metrics(lambda: len(sessions))
     events = Events((log_event, metrics, *listeners))
     engine_key = _engine_key(config)
     upstream = Upstream(config)
-    control = AsyncControlClient()
+    control = AsyncControlClient(
+        fleet_keys(config),
+        names={engine.control: engine.engine_id for engine in config.engines if engine.control},
+    )
     services = Services(
         config=config,
         switches=Switches(return_enabled=config.return_enabled),

@@ -214,7 +214,9 @@ class ChatCall:
             asked = await question
         self._note(asked)
         if asked.why is not None:
-            self._services.events.emit(OutcomeMissing(request=self._call.request, why=asked.why))
+            self._services.events.emit(
+                OutcomeMissing(request=self._call.request, why=asked.why, detail=asked.detail)
+            )
         if asked.outcome is None:
             return {}
         return {OUTCOME_HEADER: asked.outcome.to_header()}

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 from turncache.errors import ConfigError
 from turncache.protocol import check_session_id
-from turncache_server.control.server import check_loopback
+from turncache_server.control.addresses import check_address
+from turncache_server.control.keys import FleetKeys, read_fleet_keys
 from turncache_server.router.plan import Side
 
 _MIB: Final = 1024 * 1024
@@ -30,7 +31,8 @@ class EngineConfig:
         side: ``single``, or ``prefill`` and ``decode``.
         url: base URL of its HTTP server, without ``/v1``.
         engine_id: ``engine_id`` of its ``--kv-transfer-config``; the name by default.
-        control: address of its control socket; without it its calls have no outcome.
+        control: address of its control socket; without it its calls have no outcome. Beyond
+            loopback only with ``fleet_secret_file``.
     """
 
     name: str
@@ -56,6 +58,7 @@ class RouterConfig:
     """
 
     engines: tuple[EngineConfig, ...]
+    fleet_secret_file: str = ""
     host: str = "127.0.0.1"
     port: int = _number(8000, 0, 65535)
     return_enabled: bool = True
@@ -116,7 +119,8 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
     values: dict[str, Any] = {
         name: _value(name, value, fields[name]) for name, value in data.items() if name != "engines"
     }
-    return RouterConfig(engines=_engines(data.get("engines")), **values)
+    keyed = bool(values.get("fleet_secret_file"))
+    return RouterConfig(engines=_engines(data.get("engines"), keyed=keyed), **values)
 
 
 def _check_names(prefix: str, data: Mapping[str, object], legal: Mapping[str, object]) -> None:
@@ -145,23 +149,34 @@ def _value(name: str, value: object, item: dataclasses.Field[Any]) -> object:
     return value
 
 
-def _engines(value: object) -> tuple[EngineConfig, ...]:
+def _engines(value: object, *, keyed: bool) -> tuple[EngineConfig, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ConfigError(
             "engines", "expected at least one [[engines]] table with name, side and url"
         )
-    engines = tuple(_engine(index, item) for index, item in enumerate(value))
-    for what in ("name", "engine_id", "url"):
+    engines = tuple(_engine(index, item, keyed=keyed) for index, item in enumerate(value))
+    for what in ("name", "engine_id", "url", "control"):
         seen: set[str] = set()
         for engine in engines:
             text = getattr(engine, what)
-            if text in seen:
+            if text is not None and text in seen:
                 raise ConfigError(
                     f"engines.{what}", f"{text!r} occurs twice; every engine needs its own"
                 )
-            seen.add(text)
+            if text is not None:
+                seen.add(text)
     _check_sides(engines)
     return engines
+
+
+def fleet_keys(config: RouterConfig) -> FleetKeys | None:
+    """Read the fleet's secret, None where the settings name none.
+
+    Raises:
+        ConfigError: its file cannot be used.
+        EnvironmentFault: libzmq was built without CURVE.
+    """
+    return read_fleet_keys(config.fleet_secret_file) if config.fleet_secret_file else None
 
 
 def _check_sides(engines: tuple[EngineConfig, ...]) -> None:
@@ -174,7 +189,7 @@ def _check_sides(engines: tuple[EngineConfig, ...]) -> None:
         )
 
 
-def _engine(index: int, item: object) -> EngineConfig:
+def _engine(index: int, item: object, *, keyed: bool) -> EngineConfig:
     prefix = f"engines[{index}]."
     if not isinstance(item, Mapping):
         raise ConfigError(f"engines[{index}]", f"{item!r}: expected a table")
@@ -200,7 +215,9 @@ def _engine(index: int, item: object) -> EngineConfig:
         engine_id=check_session_id(
             item.get("engine_id", item["name"]), field_name=prefix + "engine_id"
         ),
-        control=None if control is None else check_loopback(control, setting=prefix + "control"),
+        control=None
+        if control is None
+        else check_address(control, setting=prefix + "control", keyed=keyed),
     )
 
 

@@ -75,11 +75,12 @@ class OutcomeMissing:
     """The outcome was not known when a call's headers had to go out.
 
     Attributes:
-        why: ``no_answer``, ``unknown_call`` or ``implausible``.
+        why: ``no_answer``, ``refused``, ``unknown_call`` or ``implausible``.
     """
 
     request: str
     why: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,8 @@ def log_event(event: Event) -> None:
         case OutcomeKnown():
             logger.info("call %s: %s", event.request, event.outcome.to_header())
         case OutcomeMissing():
-            logger.warning("call %s: outcome missing (%s)", event.request, event.why)
+            said = f": {event.detail}" if event.detail else ""
+            logger.warning("call %s: outcome missing (%s)%s", event.request, event.why, said)
         case LegFailure():
             logger.warning(
                 "call %s: leg on %s (%s) failed: %s%s",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from turncache.errors import EngineFault, ProtocolError
+from turncache.errors import EngineFault, EngineRefusal, ProtocolError
 from turncache.protocol import Outcome, Plan, Reason
 from turncache_server.control.messages import Call, CallReply, Reply, Request
 from turncache_server.router.plan import CallPlan
@@ -28,12 +28,14 @@ class Asked:
     Attributes:
         outcome: what happened, None when that is not known.
         done: the engine will not change it any more.
-        why: ``no_answer``, ``unknown_call`` or ``implausible``, None with an outcome.
+        why: ``no_answer``, ``refused``, ``unknown_call`` or ``implausible``, None with an outcome.
+        detail: the engine's own words, for the log.
     """
 
     outcome: Outcome | None = None
     done: bool = False
     why: str | None = None
+    detail: str = ""
 
 
 async def ask_outcome(
@@ -42,6 +44,8 @@ async def ask_outcome(
     """Ask the engine at ``address`` for the outcome of a call; failing is a result too."""
     try:
         reply = await control.ask(address, Call(request=request), CallReply, timeout_s=timeout_s)
+    except EngineRefusal as error:
+        return Asked(why="refused", detail=str(error))
     except EngineFault:
         return Asked(why="no_answer")
     return judge(reply, plan.label, plan.reason)

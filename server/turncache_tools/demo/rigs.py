@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol
 
 from turncache.errors import EngineFault
 from turncache.protocol import Mode
-from turncache_server.control.client import ControlClient
-from turncache_server.control.messages import ModeReply, SetMode, Stats, StatsReply
+from turncache_server.control.client import ControlClient, switch_mode
+from turncache_server.control.messages import Stats, StatsReply
 from turncache_server.launch.spec import Kind, StackSpec
 from turncache_server.launch.stack import Stack, start
 from turncache_tools.demo.callers import Caller, RoutedCaller, StockPairCaller
@@ -124,11 +124,8 @@ class StackRig:
         """
         for engine in self.stack.engines:
             if engine.control_address is not None:
-                reply = self._control.ask(
-                    engine.control_address,
-                    SetMode(mode=mode.value),
-                    ModeReply,
-                    timeout_s=_ASK_TIMEOUT_S,
+                reply = switch_mode(
+                    self._control, engine.control_address, mode.value, timeout_s=_ASK_TIMEOUT_S
                 )
                 if reply.mode != mode.value:
                     raise EngineFault(

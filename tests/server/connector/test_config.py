@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from turncache.errors import ConfigError
 from turncache.protocol import Mode
+from turncache_server.connector import config
 from turncache_server.connector.config import (
     Settings,
     Side,
@@ -36,6 +39,7 @@ def test_every_setting_is_read() -> None:
     section = {
         "mode": "observe",
         "side": "prefill",
+        "name": "prefill-0",
         "policy": "deadline",
         "retain_default_s": 60,
         "retain_max_s": 600.5,
@@ -44,6 +48,7 @@ def test_every_setting_is_read() -> None:
         "pull_timeout_s": 2.5,
         "handover_s": 0,
         "control_address": "tcp://127.0.0.1:5800",
+        "fleet_secret_file": "/run/secrets/fleet",
         "peers": {"decode-0": "tcp://127.0.0.1:5801"},
         "trust_hints": True,
         "allow_untested_vllm": True,
@@ -52,6 +57,7 @@ def test_every_setting_is_read() -> None:
     assert settings == Settings(
         mode=Mode.OBSERVE,
         side=Side.PREFILL,
+        name="prefill-0",
         policy="deadline",
         retain_default_s=60.0,
         retain_max_s=600.5,
@@ -60,6 +66,7 @@ def test_every_setting_is_read() -> None:
         pull_timeout_s=2.5,
         handover_s=0.0,
         control_address="tcp://127.0.0.1:5800",
+        fleet_secret_file="/run/secrets/fleet",
         peers={"decode-0": "tcp://127.0.0.1:5801"},
         trust_hints=True,
         allow_untested_vllm=True,
@@ -98,6 +105,23 @@ REFUSED: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"handover_s": 10**400}, "turncache.handover_s", ("seconds from 0",)),
     ({"control_address": "tcp://10.0.0.1:1"}, "turncache.control_address", ("10.0.0.1", "tcp://")),
     ({"control_address": 5800}, "turncache.control_address", ("5800", "tcp://")),
+    ({"name": 7}, "turncache.name", ("7", "text")),
+    ({"fleet_secret_file": True}, "turncache.fleet_secret_file", ("True", "text")),
+    (
+        {"control_address": "tcp://10.0.0.1:1", "fleet_secret_file": "f"},
+        "turncache.name",
+        ("tcp://10.0.0.1:1", "missing"),
+    ),
+    (
+        {"control_address": "tcp://engine-1:1", "fleet_secret_file": "f", "name": "e"},
+        "turncache.control_address",
+        ("tcp://engine-1:1", "0.0.0.0"),
+    ),
+    (
+        {"peers": {"a": "tcp://h:1", "b": "tcp://h:1"}, "fleet_secret_file": "f"},
+        "turncache.peers.b",
+        ("tcp://h:1", "twice"),
+    ),
     ({"peers": ["decode-0"]}, "turncache.peers", ("['decode-0']", "engine name to control")),
     ({"peers": {"d": "tcp://d:1"}}, "turncache.peers.d", ("tcp://d:1", "tcp://127.0.0.1:")),
     ({"trust_hints": "yes"}, "turncache.trust_hints", ("'yes'", "true or false")),
@@ -122,10 +146,44 @@ def test_refusals_name_setting_value_and_the_legal_ones(
     assert all(word in message for word in words), message
 
 
+def test_the_readme_lists_every_setting_with_its_default() -> None:
+    """The page and the code cannot drift apart."""
+    page = (Path(config.__file__).parent / "README.md").read_text(encoding="utf-8")
+    rows = {
+        name: default.strip().strip("`")
+        for name, default in re.findall(
+            r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|", page.partition("## Settings")[2], re.MULTILINE
+        )
+    }
+    shown = {None: "none", "": "none", True: "true", False: "false"}
+    for item in dataclasses.fields(Settings):
+        if item.name in ("recompute_threshold", "peers", "pull_timeout_s"):
+            continue
+        default = item.default
+        text = (
+            shown.get(default, str(default)) if not isinstance(default, float) else f"{default:g}"
+        )
+        assert rows[item.name] == text, item.name
+    assert (rows["peers"], rows["pull_timeout_s"]) == ("none", "auto")
+
+
 def test_every_setting_has_a_refusal() -> None:
     """A setting that is added gets a test of its bounds."""
     refused = {next(iter(section)) for section, _, _ in REFUSED}
     assert refused >= set(Settings.__slots__) - {"recompute_threshold"}
+
+
+def test_a_fleet_with_a_secret_may_be_anywhere() -> None:
+    """With keys engines listen on the network and name peers by host or address."""
+    peers = {"decode-0": "tcp://10.0.0.2:5800", "decode-1": "tcp://decode-1.fleet:5800"}
+    settings = parse(
+        name="prefill-0",
+        control_address="tcp://0.0.0.0:5800",
+        fleet_secret_file="/run/secrets/fleet",
+        peers=peers,
+    )
+    assert settings.control_address == "tcp://0.0.0.0:5800"
+    assert dict(settings.peers) == peers
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "64"])

@@ -119,7 +119,9 @@ class Desk:
 
     def switch(self, mode: str) -> None:
         """Switch the mode as the control thread does, and let the engine thread step."""
-        assert isinstance(self.service(SetMode(mode=mode)), ModeReply)
+        seen = self.service(SetMode())
+        assert isinstance(seen, ModeReply)
+        assert isinstance(self.service(SetMode(mode=mode, ticket=seen.ticket)), ModeReply)
         self.extension.step_scheduled(step())
         self.extension.step_processed()
 
@@ -431,9 +433,13 @@ def test_a_mode_that_is_switched_while_blocks_are_chosen(desk: Desk) -> None:
 
 def test_modes_over_the_control_socket(desk: Desk) -> None:
     """An empty question only asks, an unknown word is refused with the legal ones."""
-    assert desk.service(SetMode()) == ModeReply(mode="on")
-    assert desk.service(SetMode(mode="observe")) == ModeReply(mode="observe", pulls=False)
-    assert desk.service(SetMode()) == ModeReply(mode="observe", pulls=False)
+    seen = desk.service(SetMode())
+    assert isinstance(seen, ModeReply)
+    assert (seen.mode, seen.why) == ("on", "")
+    changed = desk.service(SetMode(mode="observe", ticket=seen.ticket))
+    assert isinstance(changed, ModeReply)
+    assert changed.mode == "observe"
+    assert desk.service(SetMode()) == changed
     refusal = desk.service(SetMode(mode="auto"))
     assert isinstance(refusal, Refusal)
     assert "'auto': expected one of off, observe, on" in refusal.why
@@ -476,6 +482,37 @@ def test_a_final_signal_lets_everything_go(desk: Desk) -> None:
     desk.service(Signal(session="s", kind="final"))
     assert set(desk.flood(NUM_BLOCKS - 1)) >= set(kept)
     assert desk.extension.gauges()["retained_blocks"] == 0
+
+
+def test_a_change_of_mode_that_arrives_twice_changes_nothing(desk: Desk) -> None:
+    """A recorded or delayed message finds its ticket used, by itself or by a later change."""
+    seen = desk.service(SetMode())
+    assert isinstance(seen, ModeReply)
+    off = SetMode(mode="off", ticket=seen.ticket)
+    changed = desk.service(off)
+    assert isinstance(changed, ModeReply)
+    desk.service(SetMode(mode="on", ticket=changed.ticket))
+    again = desk.service(off)
+    assert isinstance(again, Refusal)
+    assert again.code == "stale"
+    assert desk.extension.requested_mode is Mode.ON
+
+
+def test_a_change_of_mode_is_good_for_one_start_of_the_engine(desk: Desk) -> None:
+    """What was meant for the process before does not switch the one that came after."""
+    before = Service(desk.extension, fingerprint={})
+    seen = before(SetMode())
+    assert isinstance(seen, ModeReply)
+    late = desk.service(SetMode(mode="off", ticket=seen.ticket))
+    assert isinstance(late, Refusal)
+    assert late.code == "stale"
+    assert desk.extension.requested_mode is Mode.ON
+
+
+def test_other_parts_are_counted_with_the_extension(desk: Desk) -> None:
+    """What the control socket has dropped is seen wherever the extension's totals are."""
+    desk.extension.count_also(lambda: {"control_dropped_version": 3.0})
+    assert desk.extension.counters()["control_dropped_version"] == 3.0
 
 
 def test_a_full_mailbox_is_said(desk: Desk) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -13,7 +14,7 @@ from turncache_server.control.client import ControlClient
 from turncache_server.control.messages import Reply, Request
 from turncache_server.control.server import ControlServer
 
-Serve = Callable[[Callable[[Request], Reply]], ControlServer]
+Serve = Callable[..., ControlServer]
 
 
 @pytest.fixture
@@ -21,8 +22,8 @@ def serve() -> Iterator[Serve]:
     """Start real control servers on free loopback ports; they are closed after the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(handler: Callable[[Request], Reply]) -> ControlServer:
-            server = ControlServer("tcp://127.0.0.1:0", handler)
+        def start(handler: Callable[[Request], Reply], **options: Any) -> ControlServer:
+            server = ControlServer("tcp://127.0.0.1:0", handler, **options)
             stack.callback(server.close)
             server.start()
             return server

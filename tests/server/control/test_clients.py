@@ -103,9 +103,9 @@ def test_an_answer_of_another_kind_is_a_fault_of_the_engine(ask: Ask, serve: Ser
     ("answer", "what"),
     [
         (lambda n: b"\xff", "malformed"),
-        (lambda n: msgspec.msgpack.encode({"v": 2, "id": n, "body": {}}), "version 2"),
-        (lambda n: msgspec.msgpack.encode({"v": 2, "id": 0, "body": {}}), "version 2"),
-        (lambda n: msgspec.msgpack.encode({"v": 1, "id": n, "body": {"type": "?"}}), "malformed"),
+        (lambda n: msgspec.msgpack.encode({"v": 4, "id": n, "body": {}}), "version 4"),
+        (lambda n: msgspec.msgpack.encode({"v": 4, "id": 0, "body": {}}), "version 4"),
+        (lambda n: msgspec.msgpack.encode({"v": 1, "id": n, "body": {"type": "?"}}), "unsupported"),
     ],
     ids=["garbage", "other-version", "other-version-other-number", "unknown-reply"],
 )

@@ -10,6 +10,7 @@ from turncache.errors import ConfigError, EnvironmentFault
 from turncache_server.launch.machine import EngineEnvironment, Machine
 from turncache_server.launch.preflight import (
     check_environment,
+    check_fleet,
     check_memory,
     resolve_model,
     weights_bytes,
@@ -94,3 +95,22 @@ def test_a_gpu_is_refused_with_a_cpu_build() -> None:
     """A CPU build of torch cannot drive a GPU."""
     with pytest.raises(ConfigError, match="torch is a CPU build"):
         check_environment(StackSpec(model="m", device="cuda"), environment())
+
+
+def test_a_fleets_secret_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    """As engines and router will; without one there is nothing to check."""
+    check_fleet(StackSpec(model="m"))
+    path = tmp_path / "fleet.secret"
+    path.touch(mode=0o600)
+    path.write_text("0123456789abcdef" * 4)
+    with pytest.raises(ConfigError, match="bits of entropy"):
+        check_fleet(StackSpec(model="m", fleet_secret_file=path))
+
+
+def test_engines_on_other_machines_are_not_started_here(tmp_path: Path) -> None:
+    """The message names the verb that prints what to start there."""
+    spec = StackSpec(
+        model="m", engine_hosts={"single-0": "10.0.0.1"}, fleet_secret_file=tmp_path / "s"
+    )
+    with pytest.raises(ConfigError, match="turncache flags"):
+        check_fleet(spec)

@@ -81,6 +81,7 @@ def test_one_cpu_engine_gets_exactly_these_flags_and_variables() -> None:
             "turncache": {
                 "mode": "on",
                 "side": "single",
+                "name": "single-0",
                 "control_address": "tcp://127.0.0.1:5800",
                 "trust_hints": True,
             }
