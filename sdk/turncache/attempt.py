@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
-from turncache import hosts
+from turncache import hosts, spans, untagged
 from turncache._lock import LOCK
 from turncache.answers import ChunkReader, Ending, read_answer
 from turncache.follow import Follower
@@ -39,6 +39,7 @@ class Attempt:
         options: what upstream's ``request()`` gets instead of the caller's options; let
             go of when the answer has come, because they lead back here.
         asks_raw: whether the answer comes back raw because we asked for it.
+        span: tracing span around the call, or None.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class Attempt:
         "call",
         "options",
         "session",
+        "span",
     )
 
     def __init__(
@@ -77,6 +79,7 @@ class Attempt:
         self.session = session
         self.options: Any = None
         self.asks_raw = False
+        self.span = spans.current_span()
         self._host = host
         self._clock = clock
         self._line = line
@@ -137,6 +140,8 @@ class Attempt:
     def _end(self, ending: Ending | None) -> None:
         call, session = self.call, self.session
         call.end(self._clock(), ending or Ending())
+        if self.span is not None:
+            quietly("trace", spans.tell_end, self.span, call)
         if ending is None or session is None or call.ended_s is None:
             return
         with LOCK:
@@ -155,6 +160,8 @@ class Attempt:
             return
         hosts.has_answered(*self._host)
         self.call.outcome_text = headers.get(OUTCOME_HEADER)
+        if self.span is not None:
+            spans.tell_outcome(self.span, self.call)
 
 
 #: Attempts whose stream is not at its end, by the stream's HTTP response.
@@ -175,6 +182,8 @@ def quietly(what: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwar
         problem = (what, type(error).__name__)
         level = logging.DEBUG if problem in _problems else logging.WARNING
         _problems.add(problem)
+        if what == "prepare":
+            untagged.count(untagged.Untagged.UNREADABLE)
         LOG.log(level, "could not %s a call (%s): it goes on as the stock client's", *problem)
         return None
 

@@ -35,6 +35,9 @@ TOOLS_HEADER: Final = "Turncache-Tools"
 # --- answer headers --------------------------------------------------------------
 OUTCOME_HEADER: Final = "Turncache-Outcome"
 REQUEST_ID_HEADER: Final = "X-Request-Id"
+# --- notices between two calls -----------------------------------------------------
+#: Where a client posts them, relative to its base URL; the session is in the header.
+NOTICES_PATH: Final = "/sessions"
 
 MAX_SESSION_ID_CHARS: Final = 256
 MAX_TOOLS: Final = 16
@@ -68,6 +71,13 @@ class Cause(enum.StrEnum):
     FORK = "fork"
     COMPACTION = "compaction"
     RETRY = "retry"
+
+
+class Notice(enum.StrEnum):
+    """What a client says about a session between two calls."""
+
+    WAIT = "wait"
+    FINAL = "final"
 
 
 class Plan(enum.StrEnum):

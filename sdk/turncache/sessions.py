@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
-from turncache import report
+from turncache import notices, report
 from turncache import scope as scopes
 from turncache._lock import LOCK
 from turncache.calls import Memo, read_call
@@ -31,6 +31,7 @@ from turncache.protocol import (
     MIN_PRIORITY,
     CallTags,
     Cause,
+    Notice,
     check_session_id,
 )
 from turncache.records import CallRecord
@@ -185,6 +186,34 @@ class Session:
 
         return in_session
 
+    def wait(self, *, expected_s: float) -> None:
+        """Tell the server that the next call comes in about ``expected_s`` seconds.
+
+        For waits whose length only the caller knows: a build, a person, a queue. The
+        server learns of tools and their usual durations by itself.
+
+        Sent in the background, once, by the client of the session's latest call: this
+        neither raises nor waits. Nothing is sent when no server was told of the session,
+        and a server that does not know notices is left alone.
+        """
+        notices.say_wait(self, expected_s)
+
+    def end(self) -> None:
+        """Tell the server that nothing follows, so that it may forget this session's KV first.
+
+        In the background, like :meth:`wait`; what is still unsent when the process exits
+        gets a second. A call that follows after all is served as any other.
+        """
+        notices.NOTIFIER.say(self, Notice.FINAL)
+
+    async def aend(self, *, timeout_s: float = 1.0) -> None:
+        """Do what :meth:`end` does, and wait until it is said, at most ``timeout_s``.
+
+        For the last line of an async program: what is left to the background ends with
+        its event loop.
+        """
+        await notices.say_final(self, timeout_s)
+
     def __enter__(self) -> Self:
         self._enter(inspect.currentframe())
         return self
@@ -238,6 +267,18 @@ class Session:
             retain_s=self.retain_s,
             priority=self.priority,
             tools=tools,
+        )
+
+    def latest_tags(self, *, final: bool) -> CallTags:
+        """Return what is said of the latest call, between it and the next."""
+        calls = self.ledger.calls
+        latest = calls[-1] if calls else None
+        return self.tags(
+            turn=latest.turn if latest else None,
+            call=latest.call if latest else None,
+            cause=latest.cause if latest else None,
+            tools={},
+            final=final,
         )
 
     def warn_ended(self) -> None:
