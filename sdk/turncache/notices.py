@@ -208,7 +208,7 @@ class Notifier:
 NOTIFIER: Final = Notifier()
 
 
-def say_wait(session: Session, expected_s: float) -> None:
+def say_wait(session: Session, expected_s: object) -> None:
     """Say that the next call of ``session`` is expected in ``expected_s``; see its method."""
     if isinstance(expected_s, (int, float)) and 0 <= expected_s < math.inf:
         NOTIFIER.say(session, Notice.WAIT, expect_s=round(min(expected_s, MAX_RETAIN_S), 3))

@@ -74,4 +74,6 @@ def tell_end(span: Any, call: Call) -> None:
 def _set(span: Any, attributes: dict[str, Any]) -> None:
     # A span that has ended complains about attributes: a stream may outlive its span.
     if span.is_recording():
-        span.set_attributes({name: value for name, value in attributes.items() if value is not None})
+        span.set_attributes(
+            {name: value for name, value in attributes.items() if value is not None}
+        )

@@ -36,6 +36,7 @@ def doctor(
     engines: Annotated[
         list[str] | None, typer.Argument(help="Control sockets of running engines.")
     ] = None,
+    *,
     router: Annotated[
         str | None, typer.Option(help="Base URL of a running router or engine.")
     ] = None,
@@ -90,9 +91,7 @@ def doctor(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _base_url(
-    text: str, option: str = "--router", schemes: Sequence[str] = ("http",)
-) -> str:
+def _base_url(text: str, option: str = "--router", schemes: Sequence[str] = ("http",)) -> str:
     try:
         parts = urlsplit(text)
         legal = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0

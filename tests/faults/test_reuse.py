@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import turncache
+from tests.fakes.vllm_server import look
 from tests.sdk.support import HTTPX, Recorder, assistant, result, session_ids, system, user
-from tests.tools.test_doctor import look
 from turncache.testing import FakeServer, Reply
 
 SEARCH = {

@@ -116,9 +116,7 @@ def test_structured_output_and_responses(clients: Any, server: FakeServer) -> No
     ]
 
 
-def test_without_a_session_the_conversation_is_followed(
-    clients: Any, server: FakeServer
-) -> None:
+def test_without_a_session_the_conversation_is_followed(clients: Any, server: FakeServer) -> None:
     """An agent's loop is one automatic session."""
     agent = create_agent(model(*clients), tools=[search])
     agent.invoke({"messages": [{"role": "user", "content": "hello"}]})

@@ -125,7 +125,9 @@ def test_a_server_without_notices_is_asked_once(
 
 
 @pytest.mark.parametrize("failure", [Failure(status=500), Failure(status=0), Failure(status=401)])
-def test_a_failing_server_raises_nothing(failure: Failure, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_server_raises_nothing(
+    failure: Failure, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever a server answers, the caller and the next call notice nothing."""
 
     def answer(request: Any) -> Any:
@@ -281,7 +283,7 @@ def test_the_last_word_of_a_process_is_sent(server: FakeServer) -> None:
         "import sys, turncache\n"
         "client = turncache.OpenAI(base_url=sys.argv[1], api_key='-')\n"
         "with turncache.session('script') as session:\n"
-        "    client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'x'}])\n"
+        "    client.responses.create(model='m', input='x')\n"
         "session.end()\n"
     )
     done = subprocess.run(

@@ -169,9 +169,7 @@ def test_async_calls_go_to_the_next_router(server: FakeServer, second: FakeServe
     async def main() -> None:
         async with turncache.AsyncOpenAI(base_url=server.url, api_key="-") as client:
             calls = turncache.Failover(client, [server.url, second.url])
-            await calls.acall(
-                lambda own: own.chat.completions.create(model="m", messages=HELLO)
-            )
+            await calls.acall(lambda own: own.chat.completions.create(model="m", messages=HELLO))
 
     asyncio.run(main())
     assert (len(server.requests), len(second.requests)) == (1, 1)

@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.sdk.support import HTTPX, Recorder, assistant, result, system, user
+from tests.fakes.vllm_server import BASE_URL, look
+from tests.sdk.support import assistant, result, system, user
 from tests.tools.conftest import Ran
-from turncache.client import OpenAI
 from turncache.testing import Failure, FakeServer, Reply, forget_everything
 from turncache_tools.doctor_log import look_at_log
-from turncache_tools.doctor_server import look_at_server
-from turncache_tools.finding import Finding
 
 Run = Callable[..., Ran]
-BASE_URL = "http://127.0.0.1:9/v1"
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 SECOND = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
-CALL = {"id": "c", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
 
 
 @pytest.fixture(autouse=True)
@@ -30,65 +26,6 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("TURNCACHE_PROFILE", raising=False)
     forget_everything()
-
-
-class Server:
-    """A vLLM as a function: what its flags would make of a request."""
-
-    def __init__(self, **flags: Any) -> None:
-        self.flags = flags
-        self.seen: set[str] = set()
-
-    def __call__(self, request: Any) -> Any:
-        path = request.url.path
-        if path == "/v1/models":
-            return HTTPX.Response(200, json={"object": "list", "data": self.models()})
-        body = json.loads(request.content)
-        if path == "/tokenize":
-            return self.tokenize(body)
-        if body.get("tools") and not self.flags.get("tools", True):
-            message = '"auto" tool choice requires --enable-auto-tool-choice'
-            return HTTPX.Response(400, json={"error": {"message": message}})
-        return HTTPX.Response(200, json=self.completion(body))
-
-    def models(self) -> list[Any]:
-        names = self.flags.get("models", ["m"])
-        return [{"id": n, "object": "model", "created": 1, "owned_by": "x"} for n in names]
-
-    def completion(self, body: Any) -> Any:
-        key = json.dumps(body["messages"])
-        cached = 384 if key in self.seen and self.flags.get("caching", True) else 0
-        self.seen.add(key)
-        usage: Any = {"prompt_tokens": 400, "completion_tokens": 1, "total_tokens": 401}
-        if self.flags.get("details", True):
-            usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        message: Any = {"role": "assistant", "content": self.flags.get("says", "ok")}
-        if body.get("tools") and self.flags.get("calls", True):
-            message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        head = {"id": "a", "object": "chat.completion", "created": 1, "model": "m"}
-        return {**head, "choices": [choice], "usage": usage}
-
-    def tokenize(self, body: Any) -> Any:
-        template = self.flags.get("template", "keeps")
-        if template == "none":
-            return HTTPX.Response(404, json={"error": {"message": "not found"}})
-        tokens: list[int] = []
-        messages = body["messages"]
-        last_user = max(at for at, message in enumerate(messages) if message["role"] == "user")
-        for at, message in enumerate(messages):
-            thought = message.get("reasoning_content")
-            keeps = template == "keeps" or (template == "strips" and at > last_user)
-            mark = "*" if template == "marks" and at == last_user else ""
-            text = mark + (thought if thought and keeps else "") + str(message.get("content"))
-            tokens += text.encode()
-        return HTTPX.Response(200, json={"tokens": tokens, "count": len(tokens)})
-
-
-def look(**flags: Any) -> dict[str, Finding]:
-    """Return what is found on a server with these flags, by subject."""
-    with Recorder(Server(**flags)).client(OpenAI, base_url=BASE_URL, max_retries=0) as client:
-        return {finding.subject: finding for finding in look_at_server(client)}
 
 
 def test_a_server_that_lacks_nothing() -> None:
@@ -165,9 +102,7 @@ def test_a_server_that_is_not_there(turncache: Run) -> None:
     assert "does not answer" in ran.out
 
 
-def test_the_key_is_sent_and_never_shown(
-    turncache: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_is_sent_and_never_shown(turncache: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes from the option or from OPENAI_API_KEY."""
     monkeypatch.setenv("OPENAI_API_KEY", "geheim")
     with FakeServer() as server:
@@ -223,13 +158,13 @@ def test_what_breaks_reuse_is_found(second: Any, kind: str) -> None:
 
 
 def test_repeated_faults_are_one_finding() -> None:
-    """A clock in every prompt is said once, with how often."""
+    """A clock in every prompt is said once, with how often, from the first shared answer on."""
     lines, messages = [], [user("hello")]
     for number in range(4):
         lines.append(json.dumps(body([system(f"12:00:0{number}"), *messages])))
         messages = [*messages, assistant(f"a{number}"), user(f"u{number}")]
     findings = {finding.subject: finding.detail for finding in look_at_log(lines)}
-    assert findings["time_in_system"].startswith("3 times, first in line 2: ")
+    assert findings["time_in_system"].startswith("2 times, first in line 3: ")
 
 
 def test_every_form_of_a_log_is_read() -> None:
@@ -246,7 +181,7 @@ def test_every_form_of_a_log_is_read() -> None:
         json.dumps([1]),
     ]
     [requests, _] = look_at_log(lines)
-    assert requests.detail == "5 requests of 2 conversations; 3 lines without a request"
+    assert requests.detail == "5 requests of 3 conversations; 3 lines without a request"
     assert requests.verdict == "note"
 
 
