@@ -60,7 +60,7 @@ test-foreign: setup ## the client inside other frameworks, in environments of th
 	$(call timed,foreign tier,$(PY) -m tests.foreign.environments)
 
 .PHONY: test
-test: lint test-fast test-foreign test-scheduler test-engine ## everything that CI runs
+test: lint test-fast test-openai test-foreign test-scheduler test-engine ## everything that CI runs
 
 .PHONY: perf-engine
 perf-engine: setup-engine ## time the free queue against vLLM's own

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import math
 import os
@@ -223,7 +224,9 @@ def say_wait(session: Session, expected_s: object) -> None:
 async def say_final(session: Session, timeout_s: float) -> None:
     """Say that nothing follows, and wait until it is said, at most ``timeout_s``."""
     task = NOTIFIER.say(session, Notice.FINAL)
-    if task is None:
-        await asyncio.to_thread(NOTIFIER.flush, timeout_s)
-    else:
+    if task is not None:
         await asyncio.wait([task], timeout=timeout_s)
+    elif not NOTIFIER.flush(0):
+        # A sync client's thread is at it. Another async library than asyncio does not wait.
+        with contextlib.suppress(RuntimeError):
+            await asyncio.to_thread(NOTIFIER.flush, timeout_s)
