@@ -25,7 +25,7 @@ def respond(client: turncache.OpenAI, streamed: bool, **more: Any) -> Any:
 
 @STREAMED
 def test_a_tool_loop(client: turncache.OpenAI, server: FakeServer, streamed: bool) -> None:
-    """A function call begins a tool wait, its output ends and measures it; then it is the user's."""
+    """A function call begins a tool wait, its output ends it and measures it."""
     items: Any = [{"role": "user", "content": "hello"}]
     with turncache.session("ticket") as session:
         answer = respond(client, streamed, input=items)
