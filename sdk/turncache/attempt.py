@@ -8,7 +8,7 @@ cannot be read is left out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
 from turncache import hosts, spans, untagged
@@ -25,6 +25,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LOG: Final = logging.getLogger("turncache")
+
+_CALL_BYTES: Final = CALL_HEADER.lower().encode()
+_OUTCOME_BYTES: Final = OUTCOME_HEADER.lower().encode()
+_CALL_LENGTH: Final = len(_CALL_BYTES)
+_OUTCOME_LENGTH: Final = len(_OUTCOME_BYTES)
 
 ABANDONED: Final = "abandoned"
 INCOMPLETE: Final = "incomplete"
@@ -155,13 +160,34 @@ class Attempt:
                 follower, key = self._line
                 follower.answered(key, ending.answer_id)
 
-    def _read_headers(self, headers: Mapping[str, str] | None) -> None:
-        if headers is None or headers.get(CALL_HEADER) is None:
+    def _read_headers(self, headers: Any) -> None:
+        known, outcome = _ours(headers)
+        if not known:
             return
         hosts.has_answered(*self._host)
-        self.call.outcome_text = headers.get(OUTCOME_HEADER)
+        self.call.outcome_text = outcome
         if self.span is not None:
             spans.tell_outcome(self.span, self.call)
+
+
+def _ours(headers: Any) -> tuple[bool, str | None]:
+    """Return whether answer headers have ``Turncache``, and ``Turncache-Outcome`` if they do.
+
+    A look-up in upstream's headers decodes all of them each time: one pass over the raw
+    ones costs a fifth.
+    """
+    raw = getattr(headers, "raw", None)
+    if raw is None:
+        found = headers is not None and headers.get(CALL_HEADER) is not None
+        return found, headers.get(OUTCOME_HEADER) if found else None
+    found, outcome = False, None
+    for name, value in raw:
+        length = len(name)
+        if length == _CALL_LENGTH and name.lower() == _CALL_BYTES:
+            found = True
+        elif length == _OUTCOME_LENGTH and name.lower() == _OUTCOME_BYTES:
+            outcome = value.decode("latin-1")
+    return found, outcome
 
 
 #: Attempts whose stream is not at its end, by the stream's HTTP response.

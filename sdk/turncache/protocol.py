@@ -386,7 +386,7 @@ class CallTags:
         """Encode as request headers."""
         headers = {
             SESSION_HEADER: check_session_id(self.session_id),
-            CALL_HEADER: _format_call(
+            CALL_HEADER: format_call(
                 self.turn, self.call, self.cause, self.retain_s, self.priority
             ),
         }
@@ -401,13 +401,14 @@ class CallTags:
 
 # The same few combinations come again with every call of every session.
 @functools.lru_cache(maxsize=4096)
-def _format_call(
+def format_call(
     turn: int | None,
     call: int | None,
     cause: Cause | None,
     retain_s: float | None,
     priority: int,
 ) -> str:
+    """Encode the value of the ``Turncache`` request header; arguments as in :class:`CallTags`."""
     members: dict[str, Item] = {"v": PROTOCOL_VERSION}
     if turn is not None:
         members["turn"] = turn

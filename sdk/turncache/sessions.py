@@ -25,16 +25,23 @@ from turncache.durations import Durations
 from turncache.errors import UsageError
 from turncache.ledger import Ledger
 from turncache.protocol import (
+    CALL_HEADER,
     DEFAULT_PRIORITY,
+    FINAL_HEADER,
     MAX_PRIORITY,
     MAX_SESSION_ID_CHARS,
     MIN_PRIORITY,
+    PARENT_HEADER,
+    SESSION_HEADER,
+    TOOLS_HEADER,
     CallTags,
     Cause,
     Notice,
     check_session_id,
+    format_call,
+    format_tools,
 )
-from turncache.records import CallRecord
+from turncache.records import Call, CallRecord
 
 LOG: Final = logging.getLogger("turncache")
 
@@ -268,6 +275,25 @@ class Session:
             priority=self.priority,
             tools=tools,
         )
+
+    def call_headers(self, call: Call, *, tools: Mapping[str, float]) -> dict[str, str]:
+        """Return the headers of a call: what :meth:`tags` would encode, at half of the cost.
+
+        Ids were checked when the session was made.
+        """
+        headers = {
+            SESSION_HEADER: self.id,
+            CALL_HEADER: format_call(
+                call.turn, call.call, call.cause, self.retain_s, self.priority
+            ),
+        }
+        if self.parent_id is not None:
+            headers[PARENT_HEADER] = self.parent_id
+        if call.final:
+            headers[FINAL_HEADER] = "true"
+        if tools and (rows := format_tools(tools)):
+            headers[TOOLS_HEADER] = rows
+        return headers
 
     def latest_tags(self, *, final: bool) -> CallTags:
         """Return what is said of the latest call, between it and the next."""

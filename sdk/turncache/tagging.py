@@ -58,7 +58,7 @@ class _Entry(NamedTuple):
 
     call: Call
     session: Session | None = None
-    tags: CallTags | None = None
+    headers: dict[str, str] | None = None
     line: tuple[Follower[Session], int] | None = None
     findings: tuple[Finding, ...] = ()
 
@@ -117,14 +117,16 @@ def _begin(
     attempt.asks_raw = (
         not stream and told is not Audience.NEVER and wire.can_ask_raw(cast_to, explicit)
     )
-    tags = entry.tags if told is Audience.TOLD else None
-    if tags is not None and entry.session is not None:
+    headers = entry.headers if told is Audience.TOLD else None
+    extra_json = None
+    if headers is not None and entry.session is not None:
         entry.session.ledger.speaker = binding.speaker
-    in_body = tags is not None and _profile(binding) is Profile.VLLM
+        if _profile(binding) is Profile.VLLM:
+            extra_json = wire.body_members(options, _tags(entry.session, entry.call))
     attempt.options = wire.dress(
         options,
-        headers=_headers(tags, explicit, raw=attempt.asks_raw),
-        extra_json=wire.body_members(options, tags) if tags is not None and in_body else None,
+        headers=_headers(headers, explicit, raw=attempt.asks_raw),
+        extra_json=extra_json,
         post_parser=None if stream else wire.observer(options, attempt.parsed, attempt.keep),
     )
     return attempt
@@ -205,14 +207,12 @@ def _enter(
     )
     owner.ledger.begin(call)
     found = _learn(owner, reading, now_s)
-    tags = owner.tags(
-        turn=turn,
-        call=number,
-        cause=call.cause,
-        tools=TOOL_DURATIONS.rows(reading.tools.names),
-        final=call.final,
-    )
-    return _Entry(call, owner, tags, line, found)
+    headers = owner.call_headers(call, tools=TOOL_DURATIONS.rows(reading.tools.names))
+    return _Entry(call, owner, headers, line, found)
+
+
+def _tags(owner: Session, call: Call) -> CallTags:
+    return owner.tags(turn=call.turn, call=call.call, cause=call.cause, tools={}, final=call.final)
 
 
 def _place(owner: Session, reading: Reading) -> tuple[int | None, int | None]:
@@ -254,13 +254,16 @@ def _rewritten(reading: Reading, results: Mapping[str, Waiting]) -> list[Finding
     return []
 
 
-def _headers(tags: CallTags | None, explicit: Mapping[str, Any], *, raw: bool) -> dict[str, str]:
-    """Return the headers to add: those of ``tags`` that the caller has not given itself."""
-    headers = {} if tags is None else tags.to_headers()
+def _headers(
+    headers: dict[str, str] | None, explicit: Mapping[str, Any], *, raw: bool
+) -> dict[str, str]:
+    """Return the headers to add: those of ours that the caller has not given itself."""
+    if headers is None:
+        return {wire.RAW_HEADER: "true"} if raw else {}
+    if LOG.isEnabledFor(logging.DEBUG):
+        LOG.debug("session %s: %s", headers.get(SESSION_HEADER), headers.get(CALL_HEADER))
     if explicit:
         headers = {name: value for name, value in headers.items() if name.lower() not in explicit}
-    if tags is not None and LOG.isEnabledFor(logging.DEBUG):
-        LOG.debug("session %s: %s", tags.session_id, headers.get(CALL_HEADER))
     if raw:
         headers[wire.RAW_HEADER] = "true"
     return headers

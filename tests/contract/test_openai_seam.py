@@ -205,6 +205,43 @@ def test_a_stream_is_of_the_given_class(recorder: Recorder) -> None:
             assert [mark for mark, _ in made] == ["seen"]
 
 
+def test_an_async_stream_may_be_any_iterator(recorder: Recorder) -> None:
+    """AsyncStream's __stream__() may return an async iterator that is no generator; response
+    is set before it is called.
+    """
+    kind: Any = openai.AsyncStream[Any]
+
+    class Two:
+        def __init__(self, response: Any) -> None:
+            self.left = [response, response]
+
+        def __aiter__(self) -> Any:
+            return self
+
+        async def __anext__(self) -> Any:
+            if not self.left:
+                raise StopAsyncIteration
+            return self.left.pop()
+
+    class Mine(kind):  # type: ignore[misc]
+        def __stream__(self) -> Any:
+            return Two(self.response)
+
+    async def main() -> None:
+        async with recorder.client(openai.AsyncOpenAI, base_url=BASE_URL) as client:
+            stream = await client.post(
+                "/chat/completions",
+                body={"model": "m", "messages": HELLO, "stream": True},
+                cast_to=object,
+                stream=True,
+                stream_cls=Mine,
+            )
+            assert [item async for item in stream] == [stream.response] * 2
+            await stream.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("kind", [openai.Stream, openai.AsyncStream])
 def test_streams_have_what_is_overridden(kind: Any) -> None:
     """Both stream classes have __stream__() and close(), and refer weakly."""

@@ -59,7 +59,7 @@ def test_key_order_changes_in_a_round_trip(client: turncache.OpenAI, server: Fak
     """A history that a database has sorted is the same conversation and no break; arguments
     that were parsed and written again are one. Nothing is repaired on the way.
     """
-    server.script(Reply(tools=[("search", '{"q": "x", "n": 1}')]), Reply(), Reply())
+    server.script(Reply(tools=[("search", '{"q": "x", "n": 1}')]), Reply())
     with turncache.session("ticket") as session:
         answer = ask(client, [user()], SEARCH)
         message = answer.choices[0].message.to_dict()

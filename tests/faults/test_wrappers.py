@@ -109,9 +109,10 @@ def test_subclass_not_taken_for_a_client() -> None:
 # Upstream's half-copied HTTP client complains when it is collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_client_copied_or_pickled(client: turncache.OpenAI, server: FakeServer) -> None:
-    """copy() gives conversations of its own; what upstream refuses, ours refuses alike."""
+    """A copy has conversations of its own; what upstream refuses, ours refuses alike."""
+    twin = copy.copy(client)
     ask(client)
-    ask(copy.copy(client))
+    ask(twin)
     first, second = session_ids(server.requests)
     assert first != second
     with openai.OpenAI(base_url=server.url, api_key="-") as stock:

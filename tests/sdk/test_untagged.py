@@ -8,7 +8,7 @@ import openai
 import pytest
 
 import turncache
-from tests.sdk.support import HELLO, Recorder
+from tests.sdk.support import HELLO, Recorder, Unreadable
 from turncache.testing import FakeServer
 
 
@@ -54,7 +54,7 @@ def test_a_request_that_cannot_be_read_is_counted(
     client: turncache.OpenAI, server: FakeServer
 ) -> None:
     """It goes on as the stock client's, once per call."""
-    body = {"model": "m", "messages": [{"role": "user", "content": None, "x": 1, 3: 2}]}
+    body = {"model": "m", "messages": [Unreadable(role="user", content="hello")]}
     for _ in range(2):
         client.post("/chat/completions", body=body, cast_to=object)
     assert turncache.untagged_calls() == {"unreadable": 2}
