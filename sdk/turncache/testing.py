@@ -242,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(reply)
         elif self.path.endswith(NOTICES_PATH):
             if self.server_of.knows_notices:
-                self._send_json({"accepted": True}, {})
+                self._send_json({"accepted": True, "clipped_s": None, "why": None}, {}, 202)
             else:
                 self._fail(_NOT_FOUND)
         elif kind is None:

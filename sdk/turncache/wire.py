@@ -65,11 +65,7 @@ def can_ask_raw(cast_to: Any, explicit: Mapping[str, Any]) -> bool:
     got. Callers that asked for a raw response, or for a type that upstream returns
     without parsing, get that.
     """
-    return (
-        _RAW not in explicit
-        and _CAST not in explicit
-        and _is_parsed(cast_to)
-    )
+    return _RAW not in explicit and _CAST not in explicit and _is_parsed(cast_to)
 
 
 @functools.lru_cache(maxsize=256)
