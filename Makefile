@@ -55,8 +55,12 @@ test-engine: models ## real engines, one stack at a time
 test-openai: setup ## the client on several versions of openai
 	$(call timed,openai versions,$(PY) -m tests.contract.openai_versions)
 
+.PHONY: test-foreign
+test-foreign: setup ## the client inside other frameworks, in environments of their own
+	$(call timed,foreign tier,$(PY) -m tests.foreign.environments)
+
 .PHONY: test
-test: lint test-fast test-scheduler test-engine ## everything that CI runs
+test: lint test-fast test-openai test-foreign test-scheduler test-engine ## everything that CI runs
 
 .PHONY: perf-engine
 perf-engine: setup-engine ## time the free queue against vLLM's own

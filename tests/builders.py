@@ -825,6 +825,8 @@ class Engine:
         stop_after: int | None = None,
         session: str | None = None,
         extra_args: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
+        lora_request: Any = None,
         **hints: Any,
     ) -> Request:
         """Add a request.
@@ -836,6 +838,8 @@ class Engine:
             stop_after: end with a stop token that is the answer's token of this number.
             session: its session; ``hints`` are further members of :class:`EngineHints`.
             extra_args: further extra arguments, as a client may send them.
+            cache_salt: keeps its KV apart from that of other salts.
+            lora_request: the adapter that computes it.
         """
         extra = dict(extra_args or {})
         if session is not None:
@@ -853,6 +857,8 @@ class Engine:
                 extra_args=extra or None,
             ),
             pooling_params=None,
+            lora_request=lora_request,
+            cache_salt=cache_salt,
             block_hasher=self._hasher,
         )
         self.texts[request_id] = Text(prompt)

@@ -12,24 +12,30 @@ if TYPE_CHECKING:
     from turncache.protocol import Outcome
     from turncache.records import CallRecord
     from turncache.report import outcome, session_of
+    from turncache.retrying import Failover, aopen_stream, open_stream
     from turncache.sessions import Session, current_session, opaque_id, session
+    from turncache.untagged import untagged_calls
 
 __all__ = [
     "AsyncAzureOpenAI",
     "AsyncOpenAI",
     "AzureOpenAI",
     "CallRecord",
+    "Failover",
     "OpenAI",
     "Outcome",
     "Session",
     "TurncacheError",
+    "aopen_stream",
     "current_session",
     "instrument",
     "opaque_id",
+    "open_stream",
     "outcome",
     "session",
     "session_of",
     "uninstrument",
+    "untagged_calls",
 ]
 
 # Resolved on first use: the server imports turncache.protocol and must not pay for
@@ -39,17 +45,21 @@ _HOME = {
     "AsyncOpenAI": "client",
     "AzureOpenAI": "client",
     "CallRecord": "records",
+    "Failover": "retrying",
     "OpenAI": "client",
     "Outcome": "protocol",
     "Session": "sessions",
     "TurncacheError": "errors",
+    "aopen_stream": "retrying",
     "current_session": "sessions",
     "instrument": "instrumentation",
     "opaque_id": "sessions",
+    "open_stream": "retrying",
     "outcome": "report",
     "session": "sessions",
     "session_of": "report",
     "uninstrument": "instrumentation",
+    "untagged_calls": "untagged",
 }
 
 

@@ -8,10 +8,10 @@ cannot be read is left out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
-from turncache import hosts
+from turncache import hosts, spans, untagged
 from turncache._lock import LOCK
 from turncache.answers import ChunkReader, Ending, read_answer
 from turncache.follow import Follower
@@ -26,6 +26,11 @@ R = TypeVar("R")
 
 LOG: Final = logging.getLogger("turncache")
 
+_CALL_BYTES: Final = CALL_HEADER.lower().encode()
+_OUTCOME_BYTES: Final = OUTCOME_HEADER.lower().encode()
+_CALL_LENGTH: Final = len(_CALL_BYTES)
+_OUTCOME_LENGTH: Final = len(_OUTCOME_BYTES)
+
 ABANDONED: Final = "abandoned"
 INCOMPLETE: Final = "incomplete"
 
@@ -39,6 +44,7 @@ class Attempt:
         options: what upstream's ``request()`` gets instead of the caller's options; let
             go of when the answer has come, because they lead back here.
         asks_raw: whether the answer comes back raw because we asked for it.
+        span: tracing span around the call, or None.
     """
 
     __slots__ = (
@@ -51,6 +57,7 @@ class Attempt:
         "call",
         "options",
         "session",
+        "span",
     )
 
     def __init__(
@@ -77,6 +84,7 @@ class Attempt:
         self.session = session
         self.options: Any = None
         self.asks_raw = False
+        self.span = spans.current_span()
         self._host = host
         self._clock = clock
         self._line = line
@@ -137,6 +145,8 @@ class Attempt:
     def _end(self, ending: Ending | None) -> None:
         call, session = self.call, self.session
         call.end(self._clock(), ending or Ending())
+        if self.span is not None:
+            quietly("trace", spans.tell_end, self.span, call)
         if ending is None or session is None or call.ended_s is None:
             return
         with LOCK:
@@ -150,11 +160,34 @@ class Attempt:
                 follower, key = self._line
                 follower.answered(key, ending.answer_id)
 
-    def _read_headers(self, headers: Mapping[str, str] | None) -> None:
-        if headers is None or headers.get(CALL_HEADER) is None:
+    def _read_headers(self, headers: Any) -> None:
+        known, outcome = _ours(headers)
+        if not known:
             return
         hosts.has_answered(*self._host)
-        self.call.outcome_text = headers.get(OUTCOME_HEADER)
+        self.call.outcome_text = outcome
+        if self.span is not None:
+            spans.tell_outcome(self.span, self.call)
+
+
+def _ours(headers: Any) -> tuple[bool, str | None]:
+    """Return whether answer headers have ``Turncache``, and ``Turncache-Outcome`` if they do.
+
+    A look-up in upstream's headers decodes all of them each time: one pass over the raw
+    ones costs a fifth.
+    """
+    raw = getattr(headers, "raw", None)
+    if raw is None:
+        found = headers is not None and headers.get(CALL_HEADER) is not None
+        return found, headers.get(OUTCOME_HEADER) if found else None
+    found, outcome = False, None
+    for name, value in raw:
+        length = len(name)
+        if length == _CALL_LENGTH and name.lower() == _CALL_BYTES:
+            found = True
+        elif length == _OUTCOME_LENGTH and name.lower() == _OUTCOME_BYTES:
+            outcome = value.decode("latin-1")
+    return found, outcome
 
 
 #: Attempts whose stream is not at its end, by the stream's HTTP response.
@@ -175,6 +208,8 @@ def quietly(what: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwar
         problem = (what, type(error).__name__)
         level = logging.DEBUG if problem in _problems else logging.WARNING
         _problems.add(problem)
+        if what == "prepare":
+            untagged.count(untagged.Untagged.UNREADABLE)
         LOG.log(level, "could not %s a call (%s): it goes on as the stock client's", *problem)
         return None
 

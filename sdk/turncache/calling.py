@@ -49,9 +49,11 @@ async def acall(
     stream_cls: Any,
 ) -> Any:
     """Make one call with ``upstream``, the ``request()`` of an async openai client."""
-    attempt = begin(binding_of(client), client.base_url, cast_to, options, stream=stream)
+    binding = binding_of(client)
+    attempt = begin(binding, client.base_url, cast_to, options, stream=stream)
     if attempt is None:
         return await upstream(cast_to, options, stream=stream, stream_cls=stream_cls)
+    binding.speaker.use_running_loop()
     try:
         answer = await upstream(
             cast_to, attempt.options, stream=stream, stream_cls=_watched(stream, stream_cls)

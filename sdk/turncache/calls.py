@@ -39,6 +39,8 @@ _TOOL_ITEMS: Final = frozenset({"mcp_approval_response"})
 _MARSHAL: Final = 2
 FINGERPRINT_BYTES: Final = 8
 _HEAD: Final = 3
+#: Shorter histories are read again sooner than they are compared.
+_WORTH_IT: Final = 17
 
 
 class Tools(NamedTuple):
@@ -122,7 +124,7 @@ class Memo:
 
     def read(self, messages: Sequence[Any]) -> tuple[str, bytes]:
         """Return kinds and fingerprints of ``messages``."""
-        if len(messages) <= _HEAD:
+        if len(messages) < _WORTH_IT:
             return _scan(messages)
         head = tuple([_mark(message) for message in messages[:_HEAD]])
         old, kinds, prints, chars = self._histories.pop(head, _NOTHING)
@@ -260,20 +262,25 @@ def _scan(messages: Sequence[Any]) -> tuple[str, bytes]:
     kinds: list[str] = []
     prints: list[int] = []
     for message in messages:
-        role = content = None
-        if type(message) is dict:
-            role, content = message.get("role"), message.get("content")
-        kinds.append(_ROLES.get(role, OTHER) if type(role) is str else _kind_of_item(message))
-        # A string keeps its hash: the common shapes cost no pass over the text.
-        if type(content) is not str or type(role) is not str:
+        if type(message) is not dict:
+            kinds.append(_kind_of_item(message))
             prints.append(_fingerprint(message))
-        elif len(message) == 2:
+            continue
+        role, content = message.get("role"), message.get("content")
+        if type(role) is not str:
+            kinds.append(_kind_of_item(message))
+            prints.append(_fingerprint(message))
+            continue
+        kinds.append(_ROLES.get(role, OTHER))
+        # A string keeps its hash: the common shapes cost no pass over the text.
+        if type(content) is str and len(message) == 2:
             prints.append(hash((role, content)))
-        elif len(message) == 3 and type(message.get("tool_call_id")) is str:
-            prints.append(hash((role, content, message["tool_call_id"])))
+        elif type(content) is str and len(message) == 3 and "tool_call_id" in message:
+            prints.append(hash((role, content, _key(message["tool_call_id"]))))
+        elif "tool_calls" in message:
+            prints.append(_fingerprint_of_calls(message, role, content))
         else:
-            rest = [item for item in message.items() if item[0] != "content"]
-            prints.append(hash((content, _bytes_of(sorted(rest)))))
+            prints.append(_fingerprint(message))
     return "".join(kinds), _pack(prints)
 
 
@@ -319,10 +326,42 @@ def _pack(prints: list[int]) -> bytes:
     return array("q", prints).tobytes()
 
 
+def _fingerprint_of_calls(message: dict[str, Any], role: str, content: Any) -> int:
+    """Return the fingerprint of an answer with tool calls, quickly when it has the usual shape."""
+    try:
+        parts = [role, content, len(message)]
+        if len(message) == 2 + ("content" in message):
+            for call in message["tool_calls"]:
+                function = call["function"]
+                if len(call) != 3 or len(function) != 2:
+                    return _fingerprint(message)
+                parts += (call["id"], call["type"], function["name"], function["arguments"])
+            return hash(tuple(parts))
+    except (KeyError, TypeError):
+        pass
+    return _fingerprint(message)
+
+
 def _fingerprint(message: Any) -> int:
-    if isinstance(message, dict):
-        return hash(_bytes_of(sorted(message.items())))
-    return hash(_bytes_of(message))
+    try:
+        return hash(_key(message))
+    except TypeError:
+        # Not plain JSON data (a model object): its text stands for it.
+        return hash(_bytes_of(message))
+
+
+def _key(value: Any) -> Any:
+    """Return what stands for JSON data; templates read by key, so that order does not count.
+
+    Its hash is made of the hashes that strings keep: no text is read twice.
+    """
+    if type(value) is str or value is None:
+        return value
+    if type(value) is dict:
+        return frozenset([(name, _key(item)) for name, item in value.items()])
+    if type(value) is list:
+        return tuple([_key(item) for item in value])
+    return value
 
 
 def _bytes_of(value: Any) -> bytes:
@@ -335,6 +374,8 @@ def _bytes_of(value: Any) -> bytes:
 
 def _num_chars(message: Any) -> int:
     content = message.get("content") if isinstance(message, Mapping) else message
+    if content is None:
+        return 0
     return len(content) if isinstance(content, str) else len(_bytes_of(content))
 
 

@@ -23,6 +23,7 @@ from turncache.follow import Follower
 from turncache.results import WeakTable
 from turncache.sessions import Session
 from turncache.settings import Profile, Settings, from_environment
+from turncache.speaker import Speaker
 from turncache.wire import RELEVANT
 
 
@@ -64,11 +65,13 @@ class Binding:
         session: session of every call, or None.
         profile: instead of the environment's, or None.
         hosts: hosts that the user named, those of the environment included.
+        speaker: the client, for what is said between two calls.
         defaults: headers of every call that the caller gave to the constructor, names in
             lower case; only those that matter to us.
     """
 
     family: Family
+    speaker: Speaker
     session: Session | None = None
     profile: Profile | None = None
     hosts: tuple[str, ...] = ()
@@ -93,6 +96,7 @@ def binding_of(client: Any) -> Binding:
         with LOCK:
             found = _bindings.get(client) or Binding(
                 family=Family(settings),
+                speaker=Speaker(client),
                 hosts=settings.hosts,
                 defaults=_defaults(client),
             )
@@ -102,8 +106,10 @@ def binding_of(client: Any) -> Binding:
 
 def bind(client: Any, binding: Binding, **changes: Any) -> None:
     """Give a copy of a client the binding of its original, with ``changes``."""
-    defaults = _defaults(client)
-    _bindings.put(client, dataclasses.replace(binding, defaults=defaults, **changes))
+    own = dataclasses.replace(
+        binding, speaker=Speaker(client), defaults=_defaults(client), **changes
+    )
+    _bindings.put(client, own)
 
 
 def _defaults(client: Any) -> dict[str, Any]:

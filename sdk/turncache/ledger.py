@@ -15,6 +15,7 @@ from turncache.advice import Finding, Match, Shape, is_continued, match, shape_o
 from turncache.answers import ToolCall
 from turncache.calls import Reading
 from turncache.records import Call
+from turncache.speaker import Speaker
 
 MAX_CALLS: Final = 512
 MAX_CALLS_AUTOMATIC: Final = 32
@@ -25,10 +26,16 @@ MAX_ANSWERS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A tool call whose result has not come yet."""
+    """A tool call whose result has not come yet.
+
+    Attributes:
+        name: name of the tool.
+        arguments: hash of the arguments as the model wrote them, None when unknown.
+        answered_s: reading of the clock when the model had asked for it.
+    """
 
     name: str
-    arguments: str | None
+    arguments: int | None
     answered_s: float
 
 
@@ -37,15 +44,28 @@ class Ledger:
 
     Attributes:
         calls: the latest calls, running ones included, oldest first.
+        num_calls: calls that have begun, those that are no longer kept included.
         findings: what broke reuse, each kind once.
+        speaker: client of the latest call whose server was told of the session, or None.
     """
 
-    __slots__ = ("_answers", "_lineages", "_max_calls", "_waiting", "calls", "findings")
+    __slots__ = (
+        "_answers",
+        "_lineages",
+        "_max_calls",
+        "_waiting",
+        "calls",
+        "findings",
+        "num_calls",
+        "speaker",
+    )
 
     def __init__(self, *, automatic: bool) -> None:
         """Start empty; an automatic session keeps fewer calls, as there are many of them."""
         self.calls: list[Call] = []
         self.findings: tuple[Finding, ...] = ()
+        self.num_calls = 0
+        self.speaker: Speaker | None = None
         self._max_calls = MAX_CALLS_AUTOMATIC if automatic else MAX_CALLS
         self._lineages: list[Shape] = []
         # Made when first needed: most automatic sessions never need them.
@@ -54,6 +74,7 @@ class Ledger:
 
     def begin(self, call: Call) -> None:
         """Take a call that is about to be made."""
+        self.num_calls += 1
         self.calls.append(call)
         if len(self.calls) > self._max_calls:
             del self.calls[0]
@@ -91,7 +112,10 @@ class Ledger:
         if self._waiting is None:
             self._waiting = {}
         for tool in tools:
-            self._waiting[tool.id] = Waiting(tool.name, tool.arguments, answered_s)
+            text = tool.arguments
+            self._waiting[tool.id] = Waiting(
+                tool.name, None if text is None else hash(text), answered_s
+            )
         while len(self._waiting) > MAX_WAITING:
             self._waiting.pop(next(iter(self._waiting)))
 

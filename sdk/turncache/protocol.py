@@ -35,6 +35,9 @@ TOOLS_HEADER: Final = "Turncache-Tools"
 # --- answer headers --------------------------------------------------------------
 OUTCOME_HEADER: Final = "Turncache-Outcome"
 REQUEST_ID_HEADER: Final = "X-Request-Id"
+# --- notices between two calls -----------------------------------------------------
+#: Where a client posts them, relative to its base URL; the session is in the header.
+NOTICES_PATH: Final = "/sessions"
 
 MAX_SESSION_ID_CHARS: Final = 256
 MAX_TOOLS: Final = 16
@@ -68,6 +71,13 @@ class Cause(enum.StrEnum):
     FORK = "fork"
     COMPACTION = "compaction"
     RETRY = "retry"
+
+
+class Notice(enum.StrEnum):
+    """What a client says about a session between two calls."""
+
+    WAIT = "wait"
+    FINAL = "final"
 
 
 class Plan(enum.StrEnum):
@@ -376,7 +386,7 @@ class CallTags:
         """Encode as request headers."""
         headers = {
             SESSION_HEADER: check_session_id(self.session_id),
-            CALL_HEADER: _format_call(
+            CALL_HEADER: format_call(
                 self.turn, self.call, self.cause, self.retain_s, self.priority
             ),
         }
@@ -391,13 +401,14 @@ class CallTags:
 
 # The same few combinations come again with every call of every session.
 @functools.lru_cache(maxsize=4096)
-def _format_call(
+def format_call(
     turn: int | None,
     call: int | None,
     cause: Cause | None,
     retain_s: float | None,
     priority: int,
 ) -> str:
+    """Encode the value of the ``Turncache`` request header; arguments as in :class:`CallTags`."""
     members: dict[str, Item] = {"v": PROTOCOL_VERSION}
     if turn is not None:
         members["turn"] = turn

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
-from turncache import report
+from turncache import notices, report
 from turncache import scope as scopes
 from turncache._lock import LOCK
 from turncache.calls import Memo, read_call
@@ -25,15 +25,23 @@ from turncache.durations import Durations
 from turncache.errors import UsageError
 from turncache.ledger import Ledger
 from turncache.protocol import (
+    CALL_HEADER,
     DEFAULT_PRIORITY,
+    FINAL_HEADER,
     MAX_PRIORITY,
     MAX_SESSION_ID_CHARS,
     MIN_PRIORITY,
+    PARENT_HEADER,
+    SESSION_HEADER,
+    TOOLS_HEADER,
     CallTags,
     Cause,
+    Notice,
     check_session_id,
+    format_call,
+    format_tools,
 )
-from turncache.records import CallRecord
+from turncache.records import Call, CallRecord
 
 LOG: Final = logging.getLogger("turncache")
 
@@ -185,6 +193,34 @@ class Session:
 
         return in_session
 
+    def wait(self, *, expected_s: float) -> None:
+        """Tell the server that the next call comes in about ``expected_s`` seconds.
+
+        For waits whose length only the caller knows: a build, a person, a queue. The
+        server learns of tools and their usual durations by itself.
+
+        Sent in the background, once, by the client of the session's latest call: this
+        neither raises nor waits. Nothing is sent when no server was told of the session,
+        and a server that does not know notices is left alone.
+        """
+        notices.say_wait(self, expected_s)
+
+    def end(self) -> None:
+        """Tell the server that nothing follows, so that it may forget this session's KV first.
+
+        In the background, like :meth:`wait`; what is still unsent when the process exits
+        gets a second. A call that follows after all is served as any other.
+        """
+        notices.NOTIFIER.say(self, Notice.FINAL)
+
+    async def aend(self, *, timeout_s: float = 1.0) -> None:
+        """Do what :meth:`end` does, and wait until it is said, at most ``timeout_s``.
+
+        For the last line of an async program: what is left to the background ends with
+        its event loop.
+        """
+        await notices.say_final(self, timeout_s)
+
     def __enter__(self) -> Self:
         self._enter(inspect.currentframe())
         return self
@@ -238,6 +274,37 @@ class Session:
             retain_s=self.retain_s,
             priority=self.priority,
             tools=tools,
+        )
+
+    def call_headers(self, call: Call, *, tools: Mapping[str, float]) -> dict[str, str]:
+        """Return the headers of a call: what :meth:`tags` would encode, at half of the cost.
+
+        Ids were checked when the session was made.
+        """
+        headers = {
+            SESSION_HEADER: self.id,
+            CALL_HEADER: format_call(
+                call.turn, call.call, call.cause, self.retain_s, self.priority
+            ),
+        }
+        if self.parent_id is not None:
+            headers[PARENT_HEADER] = self.parent_id
+        if call.final:
+            headers[FINAL_HEADER] = "true"
+        if tools and (rows := format_tools(tools)):
+            headers[TOOLS_HEADER] = rows
+        return headers
+
+    def latest_tags(self, *, final: bool) -> CallTags:
+        """Return what is said of the latest call, between it and the next."""
+        calls = self.ledger.calls
+        latest = calls[-1] if calls else None
+        return self.tags(
+            turn=latest.turn if latest else None,
+            call=latest.call if latest else None,
+            cause=latest.cause if latest else None,
+            tools={},
+            final=final,
         )
 
     def warn_ended(self) -> None:

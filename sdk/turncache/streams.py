@@ -14,7 +14,7 @@ from typing import Any
 
 import openai
 
-from turncache.attempt import STREAMS
+from turncache.attempt import STREAMS, Attempt
 
 
 @functools.lru_cache(maxsize=64)
@@ -70,24 +70,8 @@ def _sync_class(stream_cls: Any) -> type:
 
 def _async_class(stream_cls: Any) -> type:
     class Watched(stream_cls):  # type: ignore[misc]
-        async def __stream__(self) -> AsyncIterator[Any]:
-            chunks = super().__stream__()
-            attempt = STREAMS.get(self.response)
-            take = _ignore if attempt is None else attempt.chunk
-            try:
-                async for chunk in chunks:
-                    take(chunk)
-                    yield chunk
-                if attempt is not None:
-                    attempt.stream_ended()
-            except Exception as error:
-                if attempt is not None:
-                    attempt.failed(error)
-                raise
-            finally:
-                if attempt is not None:
-                    attempt.stream_left()
-                await chunks.aclose()
+        def __stream__(self) -> AsyncIterator[Any]:
+            return _AsyncChunks(super().__stream__(), self.response)
 
         async def close(self) -> None:
             await super().close()
@@ -98,5 +82,48 @@ def _async_class(stream_cls: Any) -> type:
     return Watched
 
 
-def _ignore(_: Any) -> None:
-    return
+class _AsyncChunks:
+    """Upstream's chunks, told to the attempt of their response.
+
+    No generator: one around upstream's would close it a second time when both are
+    collected, which event loops complain about.
+    """
+
+    __slots__ = ("_attempt", "_chunks", "_response")
+
+    def __init__(self, chunks: AsyncIterator[Any], response: Any) -> None:
+        self._chunks = chunks
+        self._response = response
+        self._attempt: Attempt | None = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        attempt = self._attempt
+        if attempt is None:
+            # Upstream makes the iterator before the call that it belongs to is answered.
+            attempt = self._attempt = STREAMS.get(self._response)
+            if attempt is None:
+                return await anext(self._chunks)
+        try:
+            chunk = await anext(self._chunks)
+        except StopAsyncIteration:
+            if attempt.call.ended_s is None:
+                attempt.stream_ended()
+            raise
+        except Exception as error:
+            attempt.failed(error)
+            raise
+        except BaseException:
+            attempt.stream_left()
+            raise
+        attempt.chunk(chunk)
+        return chunk
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()  # type: ignore[attr-defined]
+
+    def __del__(self) -> None:
+        if self._attempt is not None:
+            self._attempt.stream_left()

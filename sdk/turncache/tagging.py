@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from turncache import scope as scopes
-from turncache import wire
+from turncache import spans, untagged, wire
 from turncache._lock import LOCK
 from turncache.advice import ADVISER, Break, Finding, findings
 from turncache.attempt import Attempt, quietly
@@ -32,6 +32,7 @@ from turncache.protocol import (
 from turncache.records import Call
 from turncache.sessions import TOOL_DURATIONS, Session, session
 from turncache.settings import Profile
+from turncache.untagged import Untagged
 
 LOG: Final = logging.getLogger("turncache")
 
@@ -42,13 +43,14 @@ _SESSION, _FINAL, _CALL = (name.lower() for name in (SESSION_HEADER, FINAL_HEADE
 
 
 class Choice(NamedTuple):
-    """Whose call it is: a session's, a followed conversation's, or nobody's."""
+    """Whose call it is: a session's, a followed conversation's, or nobody's for a reason."""
 
     session: Session | None = None
     follow: bool = False
+    nobodys: Untagged | None = None
 
 
-_NOBODY: Final = Choice()
+_FOREIGN: Final = Choice(nobodys=Untagged.FOREIGN_ID)
 
 
 class _Entry(NamedTuple):
@@ -56,7 +58,7 @@ class _Entry(NamedTuple):
 
     call: Call
     session: Session | None = None
-    tags: CallTags | None = None
+    headers: dict[str, str] | None = None
     line: tuple[Follower[Session], int] | None = None
     findings: tuple[Finding, ...] = ()
 
@@ -91,11 +93,12 @@ def _begin(
     explicit = wire.explicit_headers(binding.defaults, options)
     body = _body(options)
     choice = choose(binding, explicit, body)
-    if choice is _NOBODY or (choice.follow and told is Audience.NEVER):
+    why = _why_untagged(choice, told, body)
+    if why is not None:
+        untagged.count(why)
+    if choice.nobodys is not None or (choice.follow and told is Audience.NEVER):
         return None
-    # Nothing is said to a server that has not shown that it listens, and a text says too
-    # little of which conversation it continues.
-    follow = choice.follow and told is Audience.TOLD and "prompt" not in body
+    follow = choice.follow and why is None
     with LOCK:
         entry = _enter(family, choice.session, body, explicit, follow=follow)
     if entry.session is not None:
@@ -109,18 +112,35 @@ def _begin(
         line=entry.line,
         server_keeps=options.url.startswith(_RESPONSES),
     )
+    if attempt.span is not None:
+        spans.tell_start(attempt.span, entry.call, entry.session)
     attempt.asks_raw = (
         not stream and told is not Audience.NEVER and wire.can_ask_raw(cast_to, explicit)
     )
-    tags = entry.tags if told is Audience.TOLD else None
-    in_body = tags is not None and _profile(binding) is Profile.VLLM
+    headers = entry.headers if told is Audience.TOLD else None
+    extra_json = None
+    if headers is not None and entry.session is not None:
+        entry.session.ledger.speaker = binding.speaker
+        if _profile(binding) is Profile.VLLM:
+            extra_json = wire.body_members(options, _tags(entry.session, entry.call))
     attempt.options = wire.dress(
         options,
-        headers=_headers(tags, explicit, raw=attempt.asks_raw),
-        extra_json=wire.body_members(options, tags) if tags is not None and in_body else None,
+        headers=_headers(headers, explicit, raw=attempt.asks_raw),
+        extra_json=extra_json,
         post_parser=None if stream else wire.observer(options, attempt.parsed, attempt.keep),
     )
     return attempt
+
+
+def _why_untagged(choice: Choice, told: Audience, body: Mapping[str, Any]) -> Untagged | None:
+    """Return why nothing of a session is said, or None when it is said."""
+    if choice.nobodys is not None:
+        return choice.nobodys
+    # Nothing is said to a server that has not shown that it listens, and a text says too
+    # little of which conversation it continues.
+    if told is not Audience.TOLD:
+        return Untagged.NOT_TOLD
+    return Untagged.TEXT if choice.follow and "prompt" in body else None
 
 
 def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any]) -> Choice:
@@ -135,11 +155,11 @@ def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any
         if given is None:
             continue
         if not isinstance(given, str):
-            return _NOBODY
+            return _FOREIGN
         try:
             return Choice(session(check_session_id(given)))
         except ProtocolError:
-            return _NOBODY
+            return _FOREIGN
     if binding.session is not None:
         return _unless_ended(binding.session, ended=binding.session.ended)
     scope = scopes.innermost()
@@ -154,7 +174,7 @@ def _unless_ended(owner: Session, *, ended: bool) -> Choice:
     if not ended:
         return Choice(owner)
     owner.warn_ended()
-    return _NOBODY
+    return Choice(nobodys=Untagged.ENDED)
 
 
 def _enter(
@@ -187,14 +207,12 @@ def _enter(
     )
     owner.ledger.begin(call)
     found = _learn(owner, reading, now_s)
-    tags = owner.tags(
-        turn=turn,
-        call=number,
-        cause=call.cause,
-        tools=TOOL_DURATIONS.rows(reading.tools.names),
-        final=call.final,
-    )
-    return _Entry(call, owner, tags, line, found)
+    headers = owner.call_headers(call, tools=TOOL_DURATIONS.rows(reading.tools.names))
+    return _Entry(call, owner, headers, line, found)
+
+
+def _tags(owner: Session, call: Call) -> CallTags:
+    return owner.tags(turn=call.turn, call=call.call, cause=call.cause, tools={}, final=call.final)
 
 
 def _place(owner: Session, reading: Reading) -> tuple[int | None, int | None]:
@@ -231,18 +249,21 @@ def _rewritten(reading: Reading, results: Mapping[str, Waiting]) -> list[Finding
         return []
     for at, call_id, arguments in echoed_calls(reading):
         waiting = results.get(call_id)
-        if waiting and waiting.arguments is not None and waiting.arguments != arguments:
+        if waiting and waiting.arguments is not None and waiting.arguments != hash(arguments):
             return [Finding(Break.ARGUMENTS_RESERIALISED, at)]
     return []
 
 
-def _headers(tags: CallTags | None, explicit: Mapping[str, Any], *, raw: bool) -> dict[str, str]:
-    """Return the headers to add: those of ``tags`` that the caller has not given itself."""
-    headers = {} if tags is None else tags.to_headers()
+def _headers(
+    headers: dict[str, str] | None, explicit: Mapping[str, Any], *, raw: bool
+) -> dict[str, str]:
+    """Return the headers to add: those of ours that the caller has not given itself."""
+    if headers is None:
+        return {wire.RAW_HEADER: "true"} if raw else {}
+    if LOG.isEnabledFor(logging.DEBUG):
+        LOG.debug("session %s: %s", headers.get(SESSION_HEADER), headers.get(CALL_HEADER))
     if explicit:
         headers = {name: value for name, value in headers.items() if name.lower() not in explicit}
-    if tags is not None and LOG.isEnabledFor(logging.DEBUG):
-        LOG.debug("session %s: %s", tags.session_id, headers.get(CALL_HEADER))
     if raw:
         headers[wire.RAW_HEADER] = "true"
     return headers

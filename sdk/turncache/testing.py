@@ -32,8 +32,10 @@ from turncache._fake_forms import Chat, Completions, Form, Reply, Responses
 from turncache.advice import ADVISER
 from turncache.attempt import forget_problems
 from turncache.hosts import forget_answers
+from turncache.notices import NOTIFIER
 from turncache.protocol import (
     CALL_HEADER,
+    NOTICES_PATH,
     OUTCOME_HEADER,
     PROTOCOL_VERSION,
     REQUEST_ID_HEADER,
@@ -44,6 +46,7 @@ from turncache.protocol import (
     format_dictionary,
 )
 from turncache.sessions import TOOL_DURATIONS, forget_sessions
+from turncache.untagged import forget_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,9 @@ class Failure:
     status: int = 503
     message: str = "try again"
     headers: Mapping[str, str] = field(default_factory=lambda: {"retry-after-ms": "1"})
+
+
+_NOT_FOUND = Failure(status=404, message="not found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +91,15 @@ def forget_everything() -> None:
     """Forget what the clients of this process have learned, for tests that start afresh.
 
     That is: sessions by id, how long tools run, which hosts answered with a ``Turncache``
-    header, and what advice and warnings were given.
+    header and which do not know notices, what advice and warnings were given,
+    and which calls were untagged.
     """
     forget_sessions()
     forget_problems()
     TOOL_DURATIONS.forget()
     ADVISER.forget()
+    NOTIFIER.forget()
+    forget_counts()
     forget_answers()
 
 
@@ -98,11 +107,17 @@ class FakeServer:
     """An OpenAI-compatible server on a free loopback port, in threads of this process.
 
     Attributes:
+        knows_notices: whether notices about sessions are taken.
         requests: what has arrived, in order.
     """
 
-    def __init__(self) -> None:
-        """Bind a port; requests are served from :meth:`start` or ``with`` on."""
+    def __init__(self, *, knows_notices: bool = True) -> None:
+        """Bind a port; requests are served from :meth:`start` or ``with`` on.
+
+        Args:
+            knows_notices: whether ``/v1/sessions`` takes notices, or is not found.
+        """
+        self.knows_notices = knows_notices
         self.requests: list[Request] = []
         self._script: deque[Reply | Failure] = deque()
         self._prompts: dict[str, list[list[str]]] = {}
@@ -225,6 +240,11 @@ class _Handler(BaseHTTPRequestHandler):
         reply, number = self.server_of.take(request, model_call=kind is not None)
         if isinstance(reply, Failure):
             self._fail(reply)
+        elif self.path.endswith(NOTICES_PATH):
+            if self.server_of.knows_notices:
+                self._send_json({"accepted": True, "clipped_s": None, "why": None}, {}, 202)
+            else:
+                self._fail(_NOT_FOUND)
         elif kind is None:
             self._send_json(_other(self.path), {})
         else:

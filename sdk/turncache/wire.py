@@ -7,6 +7,7 @@ caller gave wins over ours, by name.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -64,11 +65,13 @@ def can_ask_raw(cast_to: Any, explicit: Mapping[str, Any]) -> bool:
     got. Callers that asked for a raw response, or for a type that upstream returns
     without parsing, get that.
     """
-    return (
-        _RAW not in explicit
-        and _CAST not in explicit
-        and isinstance(cast_to, type)
-        and (cast_to is object or issubclass(cast_to, openai.BaseModel))
+    return _RAW not in explicit and _CAST not in explicit and _is_parsed(cast_to)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_parsed(cast_to: Any) -> bool:
+    return isinstance(cast_to, type) and (
+        cast_to is object or issubclass(cast_to, openai.BaseModel)
     )
 
 

@@ -1,12 +1,13 @@
-"""``turncache doctor``: what is wrong with an installation or with running engines."""
+"""``turncache doctor``: what is wrong with an installation, engines, a server or its requests."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 import typer
@@ -23,31 +24,20 @@ from turncache_server.launch.machine import (
 )
 from turncache_server.versions import Support, name_tested_versions, support_of
 from turncache_tools.control import TIMEOUT_S, SecretFile, control_addresses, fleet_keys
+from turncache_tools.doctor_log import look_at_log
+from turncache_tools.finding import Finding, Verdict
 from turncache_tools.shell import CHECK_FAILED, write_json, write_table
 
-Verdict = Literal["ok", "note", "failed"]
 _GIB: Final = 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        subject: what.
-        verdict: ``ok``, ``note`` (works, but not fully) or ``failed``.
-        detail: what was found, and the way out when something is wrong.
-    """
-
-    subject: str
-    verdict: Verdict
-    detail: str
+#: One small call may wait behind a long queue.
+_SERVER_TIMEOUT_S: Final = 120.0
 
 
 def doctor(
     engines: Annotated[
         list[str] | None, typer.Argument(help="Control sockets of running engines.")
     ] = None,
+    *,
     router: Annotated[
         str | None, typer.Option(help="Base URL of a running router or engine.")
     ] = None,
@@ -58,11 +48,31 @@ def doctor(
             envvar="TURNCACHE_ENGINE_PYTHON", help="Interpreter of the engine environment."
         ),
     ] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(help="Base URL of an OpenAI-compatible server: asked with a few small calls."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model for --base-url; else the first that it lists.")
+    ] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Key for --base-url.", show_default=False)
+    ] = "-",
+    log: Annotated[
+        str | None,
+        typer.Option(help="Logged requests, one JSON object per line; - for standard input."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
 ) -> None:
-    """Look at the installation and, when named, at running engines; exit 1 on a failure."""
-    findings = [*look_at_installation(python)]
+    """Look at the installation, or at what is named; exit 1 on a failure."""
+    findings: list[Finding] = []
     keys: FleetKeys | None = None
+    if (base_url is None and log is None) or engines or router:
+        findings += look_at_installation(python)
+    if base_url is not None:
+        findings += _look_at_base_url(base_url, model, api_key)
+    if log is not None:
+        findings += _look_at_file(log)
     if fleet_secret_file is not None:
         secret, keys = look_at_secret(fleet_secret_file)
         findings.append(secret)
@@ -87,15 +97,37 @@ def doctor(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _base_url(text: str) -> str:
+def _base_url(text: str, option: str = "--router", schemes: Sequence[str] = ("http",)) -> str:
     try:
         parts = urlsplit(text)
-        legal = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+        legal = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
     except ValueError:
         legal = False
     if not legal:
-        raise UsageError(f"--router {text!r}: expected http://host:port")
+        raise UsageError(f"{option} {text!r}: expected http://host:port")
     return text.rstrip("/")
+
+
+def _look_at_base_url(text: str, model: str | None, api_key: str) -> list[Finding]:
+    # Only this question needs the openai package: the others must not pay for it.
+    from turncache.client import OpenAI  # noqa: PLC0415
+    from turncache_tools.doctor_server import look_at_server  # noqa: PLC0415
+
+    url = _base_url(text, "--base-url", ("http", "https"))
+    with OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=_SERVER_TIMEOUT_S) as client:
+        host = client.base_url.host
+        told = client.with_profile("auto", hosts=[f"[{host}]" if ":" in host else host])
+        return look_at_server(told, model)
+
+
+def _look_at_file(name: str) -> list[Finding]:
+    if name == "-":
+        return look_at_log(sys.stdin)
+    try:
+        with Path(name).open(encoding="utf-8") as lines:
+            return look_at_log(lines)
+    except OSError as error:
+        raise UsageError(f"--log {name!r}: {error.strerror}") from error
 
 
 def look_at_installation(python: str | None) -> list[Finding]:

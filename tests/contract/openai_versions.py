@@ -22,8 +22,19 @@ ENVIRONMENTS: Final = ROOT / "build" / "openai-versions"
 #: The floor of our dependency, the last of 2.x that was tried, the first of 3.x, and
 #: whatever an installation gets today.
 VERSIONS: Final = ("2.25.0", "2.54.0", "3.0.0", "latest")
-TESTS: Final = ("tests/contract/test_openai_seam.py", "tests/sdk")
-_TEST_PACKAGES: Final = ("pytest>=8.4", "pytest-timeout>=2.4", "hypothesis>=6.130")
+TESTS: Final = (
+    "tests/contract/test_openai_seam.py",
+    "tests/contract/test_call_paths.py",
+    "tests/faults/test_wrappers.py",
+    "tests/sdk",
+)
+_TEST_PACKAGES: Final = (
+    "hypothesis>=6.130",
+    "opentelemetry-sdk>=1.30",
+    "pytest-timeout>=2.4",
+    "pytest>=8.4",
+    "tenacity>=9",
+)
 
 
 def main(arguments: Sequence[str]) -> int:

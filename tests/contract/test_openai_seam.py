@@ -205,6 +205,43 @@ def test_a_stream_is_of_the_given_class(recorder: Recorder) -> None:
             assert [mark for mark, _ in made] == ["seen"]
 
 
+def test_an_async_stream_may_be_any_iterator(recorder: Recorder) -> None:
+    """AsyncStream's __stream__() may return an async iterator that is no generator; response
+    is set before it is called.
+    """
+    kind: Any = openai.AsyncStream[Any]
+
+    class Two:
+        def __init__(self, response: Any) -> None:
+            self.left = [response, response]
+
+        def __aiter__(self) -> Any:
+            return self
+
+        async def __anext__(self) -> Any:
+            if not self.left:
+                raise StopAsyncIteration
+            return self.left.pop()
+
+    class Mine(kind):  # type: ignore[misc]
+        def __stream__(self) -> Any:
+            return Two(self.response)
+
+    async def main() -> None:
+        async with recorder.client(openai.AsyncOpenAI, base_url=BASE_URL) as client:
+            stream = await client.post(
+                "/chat/completions",
+                body={"model": "m", "messages": HELLO, "stream": True},
+                cast_to=object,
+                stream=True,
+                stream_cls=Mine,
+            )
+            assert [item async for item in stream] == [stream.response] * 2
+            await stream.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("kind", [openai.Stream, openai.AsyncStream])
 def test_streams_have_what_is_overridden(kind: Any) -> None:
     """Both stream classes have __stream__() and close(), and refer weakly."""
@@ -260,6 +297,46 @@ def test_header_values_may_be_omitted(recorder: Recorder) -> None:
             model="m", messages=HELLO, extra_headers={"X-Mine": openai.Omit()}
         )
     assert "x-mine" not in recorder.requests[0].headers
+
+
+def test_any_path_can_be_posted_to() -> None:
+    """post() takes a path that no resource has, headers, and NoneType for no answer; a copy
+    has its own time limit and retries.
+    """
+    recorder = Recorder(lambda _: HTTPX.Response(204))
+    with recorder.client(openai.OpenAI, base_url=BASE_URL) as client:
+        answer = client.with_options(max_retries=1, timeout=2.0).post(
+            "/sessions",
+            body={"notice": "final"},
+            cast_to=type(None),
+            options={"headers": {"X-Mine": "1"}},
+        )
+    assert answer is None
+    [request] = recorder.requests
+    assert str(request.url) == f"{BASE_URL}/sessions"
+    assert request.headers["x-mine"] == "1"
+    assert request.headers["x-stainless-read-timeout"] == "2.0"
+
+
+def test_a_status_is_on_the_error() -> None:
+    """An answer of 400 and more raises an error with its number."""
+    recorder = Recorder(lambda _: HTTPX.Response(405))
+    with (
+        recorder.client(openai.OpenAI, base_url=BASE_URL) as client,
+        pytest.raises(openai.APIStatusError) as caught,
+    ):
+        client.post("/sessions", body={}, cast_to=type(None))
+    assert caught.value.status_code == 405
+
+
+def test_a_stream_goes_on_where_it_was_left(recorder: Recorder) -> None:
+    """A second iterator of a stream continues after what the first has taken."""
+    with (
+        recorder.client(openai.OpenAI, base_url=BASE_URL) as client,
+        client.chat.completions.create(model="m", messages=HELLO, stream=True) as stream,
+    ):
+        assert next(iter(stream)).choices
+        assert list(iter(stream)) == []
 
 
 _POST = re.compile(r"""self\._post\(\s*"(/(?:chat/completions|completions|responses)[^"]*)\"""")

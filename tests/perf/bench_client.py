@@ -16,7 +16,8 @@ every time, and everything else that a busy machine does only adds to it.
 * *memory*: what 10,000 automatic sessions of two calls each leave allocated.
 
 Each conversation grows by an answer and a tool result between two calls, as an agent's
-does. Prints a table and writes ``build/perf/client.json``.
+does. Prints a table, writes ``build/perf/client.json``, and exits with 1 when a figure is
+over its limit.
 """
 
 from __future__ import annotations
@@ -361,7 +362,7 @@ def main() -> int:
     out = ROOT / "build" / "perf" / "client.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
-    return 0
+    return 0 if all(figure.ok for figure in figures) else 1
 
 
 def show(figures: list[Figure]) -> None:

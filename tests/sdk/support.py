@@ -47,6 +47,13 @@ COMPLETION = {
 }
 
 
+class Unreadable(dict[str, Any]):
+    """A message that upstream can send and our bookkeeping cannot read."""
+
+    def get(self, *_: Any) -> Any:
+        raise TypeError("no")
+
+
 class Recorder:
     """A transport that keeps requests and answers them with a function."""
 

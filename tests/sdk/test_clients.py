@@ -20,6 +20,7 @@ from tests.sdk.support import (
     RESPONSE_TOOLS,
     TOOLS,
     Recorder,
+    Unreadable,
     said,
     session_ids,
 )
@@ -369,7 +370,7 @@ def test_odd_requests_pass_through(
     client: turncache.OpenAI, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A body that we cannot read is sent as it is, without tags, and that is said once."""
-    body = {"model": "m", "messages": [{"role": "user", "content": None, "x": 1, 3: 2}]}
+    body = {"model": "m", "messages": [Unreadable(role="user", content="hello")]}
     with turncache.session("ticket"):
         for _ in range(2):
             client.post("/chat/completions", body=body, cast_to=object)
