@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from turncache import langgraph
     from turncache.client import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI
     from turncache.errors import TurncacheError
     from turncache.instrumentation import instrument, uninstrument
@@ -54,6 +55,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "langgraph":
+        return importlib.import_module("turncache.langgraph")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

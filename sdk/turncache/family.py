@@ -66,6 +66,8 @@ class Binding:
         hosts: hosts that the user named, those of the environment included.
         defaults: headers of every call that the caller gave to the constructor, names in
             lower case; only those that matter to us.
+        ambient: how a framework's integration finds the session of the running code; it
+            is asked instead of the innermost block, or None.
     """
 
     family: Family
@@ -73,6 +75,7 @@ class Binding:
     profile: Profile | None = None
     hosts: tuple[str, ...] = ()
     defaults: Mapping[str, Any]
+    ambient: Callable[[], Session | None] | None = None
 
 
 _bindings: Final[WeakTable[Binding]] = WeakTable()
