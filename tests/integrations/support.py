@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,19 +23,15 @@ __all__ = [
     "config",
     "loop_graph",
     "lookup",
+    "other_lookup",
     "our_model",
     "said",
     "session_ids",
-    "slow_lookup",
     "stock_model",
     "thread_id_of",
 ]
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
-
-#: Set to let ``slow_lookup`` return; cleared by the tests that use it.
-GATE = threading.Event()
-
 
 @tool
 def lookup(q: str = "") -> str:
@@ -45,9 +40,8 @@ def lookup(q: str = "") -> str:
 
 
 @tool
-def slow_lookup(q: str = "") -> str:
-    """Look something up, until the gate opens."""
-    GATE.wait(10)
+def other_lookup(q: str = "") -> str:
+    """Look something else up."""
     return f"43 {q}"
 
 
