@@ -22,19 +22,23 @@ from turncache.langgraph import ChatOpenAI
 ASPECTS = ("correctness", "readability", "performance")
 
 
-class Review(TypedDict):
+class Notes(TypedDict):
+    """What a reviewer hands over."""
+
+    notes: Annotated[list[str], operator.add]
+
+
+class Review(Notes):
     """State of one reviewer."""
 
     text: str
     aspect: str
-    notes: Annotated[list[str], operator.add]
 
 
-class State(TypedDict):
+class State(Notes):
     """State of the graph."""
 
     text: str
-    notes: Annotated[list[str], operator.add]
     answer: str
 
 
@@ -53,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def build(base_url: str, model_name: str, tool_seconds: float) -> Any:
     """Return the graph: a branch per aspect, an approval, an answer."""
-    model = ChatOpenAI(
-        model=model_name, base_url=base_url, api_key="-", max_completion_tokens=128
-    )
+    model = ChatOpenAI(model=model_name, base_url=base_url, api_key="-", max_completion_tokens=128)
 
     def look(state: Review) -> Any:
         messages: list[Any] = [
@@ -85,7 +87,12 @@ def build(base_url: str, model_name: str, tool_seconds: float) -> Any:
             for aspect in ASPECTS
         ]
 
-    review = StateGraph(Review).add_node("look", look).add_edge(START, "look").compile()
+    review = (
+        StateGraph(Review, output_schema=Notes)
+        .add_node("look", look)
+        .add_edge(START, "look")
+        .compile()
+    )
     return (
         StateGraph(State)
         .add_node("review", review)

@@ -20,8 +20,12 @@ from options import parse, show
 from turncache.langgraph import ChatOpenAI  # instead of: from langchain_openai import ChatOpenAI
 
 BROKEN = "def median(values):\n    return sorted(values)[len(values) / 2]\n"
-TESTS = "from code import median\nassert median([3, 1, 2]) == 2\nassert median([4, 1, 2, 3]) == 2.5\n"
-PROMPT = "Make the tests pass. Read code.py, write it whole, run the tests, until they pass."
+TESTS = """\
+from repaired import median
+assert median([3, 1, 2]) == 2
+assert median([4, 1, 2, 3]) == 2.5
+"""
+PROMPT = "Make the tests pass. Read repaired.py, write it whole, run the tests, until they pass."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         question: Any = {"messages": [{"role": "user", "content": options.question}]}
         for update in graph.stream(question, config, stream_mode="updates"):
             for node, change in update.items():
-                print(f"{node}: {change['messages'][-1].text[:200]}")
+                print(f"{node}: {change['messages'][-1].text[-200:]}")
     show(options.thread)
 
 
 def build(folder: Path, base_url: str, model_name: str, tool_seconds: float) -> Any:
     """Return the graph: a model node and a tool node, in a loop."""
-    code = folder / "code.py"
+    code = folder / "repaired.py"
     code.write_text(BROKEN)
     (folder / "tests.py").write_text(TESTS)
 
@@ -59,12 +63,12 @@ def build(folder: Path, base_url: str, model_name: str, tool_seconds: float) -> 
 
     @tool
     def read_code() -> str:
-        """Return code.py."""
+        """Return repaired.py."""
         return code.read_text()
 
     @tool
     def write_code(text: str = BROKEN) -> str:
-        """Replace code.py with a text."""
+        """Replace repaired.py with a text."""
         code.write_text(text)
         return "written"
 

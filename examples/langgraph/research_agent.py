@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from langchain.agents import create_agent
+from langchain_core.messages import AIMessageChunk
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = {"configurable": {"thread_id": options.thread}, "recursion_limit": 40}
     question = {"messages": [{"role": "user", "content": options.question}]}
     for chunk, _ in agent.stream(question, config, stream_mode="messages"):
-        print(chunk.text, end="", flush=True)
+        if isinstance(chunk, AIMessageChunk):
+            print(chunk.text, end="", flush=True)
     print("\n")
     show(options.thread)
 

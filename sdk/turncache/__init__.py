@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from turncache import langgraph
     from turncache.client import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI
     from turncache.errors import TurncacheError
     from turncache.instrumentation import instrument, uninstrument

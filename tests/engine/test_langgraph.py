@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -19,7 +20,6 @@ from tests.engine.driving import Driver, assert_adds_up, words
 from turncache import Outcome
 from turncache.langgraph import TurncacheMiddleware, thread_session
 from turncache.records import CallRecord
-from turncache_server.launch.stack import Stack
 
 BLOCK = 32
 #: The tool that each call is made to call; the last one answers in words.
@@ -125,7 +125,7 @@ def test_an_agents_kv_survives_its_tools(drive: Driver) -> None:
     assert said(ours) == said(plain)
 
     found = outcomes(ours)
-    for number, (before, outcome) in enumerate(zip(found, found[1:], strict=False), 2):
+    for number, (before, outcome) in enumerate(itertools.pairwise(found), 2):
         assert outcome.lost == 0, f"call {number}: {outcome}"
         assert outcome.computed <= outcome.prompt - before.prompt + BLOCK, f"{number}: {outcome}"
     assert sum(outcome.returned for outcome in found) > 1000, "prefill was flooded"

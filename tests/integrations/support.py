@@ -21,8 +21,8 @@ __all__ = [
     "causes",
     "child_ids",
     "config",
-    "loop_graph",
     "lookup",
+    "loop_graph",
     "other_lookup",
     "our_model",
     "said",
@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
 
 @tool
 def lookup(q: str = "") -> str:

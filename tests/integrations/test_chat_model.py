@@ -63,7 +63,7 @@ ANSWERS = {
 
 def _call(runnable: Runnable[Any, Any], how: str) -> Callable[[Any], Any]:
     if how == "invoke":
-        return lambda messages: runnable.invoke(messages)
+        return runnable.invoke
     if how == "batch":
         return lambda messages: runnable.batch([messages, messages])
     return lambda messages: list(runnable.stream(messages))
@@ -229,9 +229,7 @@ def test_explicit_headers_win(server: FakeServer) -> None:
 def test_clients_of_the_users_own_are_kept(server: FakeServer) -> None:
     """A model that was given one of our clients keeps that client's session."""
     client = turncache.OpenAI(base_url=server.url, api_key="-").with_session("client's")
-    model = ChatOpenAI(
-        model="m", api_key="-", root_client=client, client=client.chat.completions
-    )
+    model = ChatOpenAI(model="m", api_key="-", root_client=client, client=client.chat.completions)
     loop_graph(lambda state: {"messages": [model.invoke(state["messages"])]}).invoke(
         HELLO, config()
     )

@@ -26,7 +26,7 @@ from tests.integrations.support import (
     stock_model,
     thread_id_of,
 )
-from turncache.langgraph import TurncacheMiddleware, thread_session
+from turncache.langgraph import TurncacheMiddleware, graph_session, thread_session
 from turncache.protocol import FINAL_HEADER, parse_tools
 from turncache.sessions import TOOL_DURATIONS
 from turncache.testing import Failure, FakeServer, Reply
@@ -94,15 +94,18 @@ def test_tools_are_measured_and_parallel_tools_are_one_wait(server: FakeServer) 
 
 
 def test_a_tool_that_calls_a_model_has_a_child_session(server: FakeServer) -> None:
-    """A raw client of ours inside a tool is in the tool's child session."""
+    """A raw client inside a tool is in the tool's child session, under ``graph_session()``."""
     client = turncache.OpenAI(base_url=server.url, api_key="-")
 
     @tool
     def summarise() -> str:
         """Ask a model."""
-        result = client.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "summarise"}]
-        )
+        session = graph_session()
+        assert session is not None
+        with session:
+            result = client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "summarise"}]
+            )
         return str(result.choices[0].message.content)
 
     agent(stock_model(server), [summarise]).invoke(HELLO, config())
@@ -137,9 +140,7 @@ def test_calls_beside_the_conversation_stay_out(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_end_tells_the_server_that_nothing_follows(
-    server: FakeServer, run: Run, mode: str
-) -> None:
+def test_end_tells_the_server_that_nothing_follows(server: FakeServer, run: Run, mode: str) -> None:
     """With ``end=True`` one small call of the session says that it was the last."""
     graph = agent(stock_model(server), middleware=[TurncacheMiddleware(end=True)])
     if mode == "sync":

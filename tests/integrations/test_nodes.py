@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 import urllib.request
-import json
 from typing import Annotated, Any, TypedDict
 
 import pytest
@@ -83,9 +83,7 @@ def test_what_langgraph_injects_arrives(server: FakeServer, client: turncache.Op
     """Config, runtime and a command come through the wrapper unchanged."""
 
     @session_node
-    def research(
-        state: State, config: RunnableConfig, runtime: Runtime[None]
-    ) -> Command[Any]:
+    def research(state: State, config: RunnableConfig, runtime: Runtime[None]) -> Command[Any]:
         assert config["configurable"]["thread_id"] == "t1"
         assert runtime.execution_info is not None
         ask(client)

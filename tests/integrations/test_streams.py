@@ -92,9 +92,8 @@ def test_every_stream_mode_is_unchanged(server: FakeServer, pair: str, mode: str
     for make in PAIRS[pair]:
         server.clear()
         graph = make(server)
-        both.append(
-            shown([event for _ in (1, 2) for event in graph.stream(HELLO, config(), stream_mode=mode)])
-        )
+        turns = [graph.stream(HELLO, config(), stream_mode=mode) for _ in (1, 2)]
+        both.append(shown([event for turn in turns for event in turn]))
     assert both[0] == both[1]
     assert both[0] or mode == "custom"
 
@@ -116,9 +115,7 @@ def test_the_event_stream_is_unchanged(server: FakeServer, run: Run, pair: str) 
 
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("make", [stock_model, our_model], ids=["stock", "ours"])
-def test_usage_is_there_when_it_is_asked_for(
-    server: FakeServer, make: Any, asked: bool
-) -> None:
+def test_usage_is_there_when_it_is_asked_for(server: FakeServer, make: Any, asked: bool) -> None:
     """A streamed answer has usage, with cached tokens, exactly when the user asked."""
     model = make(server, stream_usage=asked)
 

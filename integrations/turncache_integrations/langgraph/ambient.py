@@ -32,9 +32,7 @@ def thread_session(thread_id: object, *, graph: str = "") -> Session:
         graph: ``turncache_graph`` of ``configurable``, where several graphs share a thread.
     """
     name = str(thread_id)
-    return _labelled(
-        turncache.session(thread_session_id(name, graph)), thread_label(name, graph)
-    )
+    return _labelled(turncache.session(thread_session_id(name, graph)), thread_label(name, graph))
 
 
 def graph_session(scope: Scope = "thread") -> Session | None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Self
 
 from langchain.agents.middleware import AgentMiddleware, ModelRequest
-from langchain.agents.middleware.types import ModelCallResult, ToolCallRequest
-from langchain_core.messages import ToolMessage
+from langchain.agents.middleware.types import ModelCallResult
 from langgraph.runtime import Runtime
-from langgraph.types import Command
 
 from turncache import Session
 from turncache_integrations.langgraph.ambient import graph_session
@@ -26,14 +23,14 @@ class TurncacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
         agent = create_agent(model, tools, middleware=[TurncacheMiddleware()], ...)
 
-    Put it last: a middleware after it may choose another model. Tools run in their own
-    child session, for those that call a model themselves.
+    Put it last: a middleware after it may choose another model. A tool that calls a client
+    itself does so under ``with graph_session():``.
 
     The state, the nodes and the events of the graph are those of the agent without it; with
     ``end=True`` there is one node more.
     """
 
-    def __new__(cls, *, end: bool = False) -> TurncacheMiddleware:
+    def __new__(cls, *, end: bool = False) -> Self:
         """Return a middleware; only one that ends sessions adds a node to the graph."""
         return super().__new__(_Ending if end and cls is TurncacheMiddleware else cls)
 
@@ -66,24 +63,6 @@ class TurncacheMiddleware(AgentMiddleware[Any, Any, Any]):
         """Make the call with our client in the model."""
         return await handler(self._with_our_model(request))
 
-    def wrap_tool_call(
-        self,
-        request: ToolCallRequest,
-        handler: Callable[[ToolCallRequest], ToolMessage | Command[Any]],
-    ) -> ToolMessage | Command[Any]:
-        """Run the tool in its own child session."""
-        with graph_session() or contextlib.nullcontext():
-            return handler(request)
-
-    async def awrap_tool_call(
-        self,
-        request: ToolCallRequest,
-        handler: Callable[[ToolCallRequest], Awaitable[ToolMessage | Command[Any]]],
-    ) -> ToolMessage | Command[Any]:
-        """Run the tool in its own child session."""
-        with graph_session() or contextlib.nullcontext():
-            return await handler(request)
-
     def _with_our_model(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
         model = tagged(request.model)
         if self._ends and (session := graph_session()) is not None:
@@ -99,12 +78,12 @@ class _Ending(TurncacheMiddleware):
         """The public class's name."""
         return TurncacheMiddleware.__name__
 
-    def after_agent(self, state: Any, runtime: Runtime[Any]) -> None:
+    def after_agent(self, state: Any, runtime: Runtime[Any]) -> None:  # noqa: ARG002 - LangChain's
         """End the session."""
         if (session := graph_session()) is not None:
             end(session, self._models.pop(session, None))
 
-    async def aafter_agent(self, state: Any, runtime: Runtime[Any]) -> None:
+    async def aafter_agent(self, state: Any, runtime: Runtime[Any]) -> None:  # noqa: ARG002
         """End the session."""
         if (session := graph_session()) is not None:
             await aend(session, self._models.pop(session, None))
