@@ -16,7 +16,7 @@ try:
     )
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
-        f"{missing.name} is not installed, and turncache.langgraph needs it: "
+        f"{(missing.name or '').partition('.')[0]} is not installed, and turncache.langgraph needs it: "
         "pip install 'turncache[langgraph]'",
         name=missing.name,
     ) from missing

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -21,6 +24,7 @@ from turncache import Outcome
 from turncache.langgraph import TurncacheMiddleware, thread_session
 from turncache.records import CallRecord
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "langgraph"
 BLOCK = 32
 #: The tool that each call is made to call; the last one answers in words.
 FORCED = ("search", "read", "search", "read", None)
@@ -137,3 +141,23 @@ def test_an_agents_kv_survives_its_tools(drive: Driver) -> None:
     assert [call.boundary for call in calls] == ["tool"] * 4 + ["user", "final"]
     assert [call.cause for call in calls[:5]] == ["user"] + ["tool"] * 4
     assert thread_session(thread).advice == ()
+
+
+@pytest.mark.parametrize("name", ["research_agent", "coding_loop", "approval"])
+def test_an_example_runs_on_real_engines(drive: Driver, name: str) -> None:
+    """An example ends with 0 and prints the tables of its sessions, with what was kept."""
+    stack = drive.stack
+    done = subprocess.run(
+        [
+            *(sys.executable, EXAMPLES / f"{name}.py", "--tool-seconds", "0"),
+            *("--base-url", f"{stack.base_url}/v1", "--model", stack.model),
+            *("--thread", f"example-{name}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"session example-{name} (h-" in done.stdout
+    assert ", 0 lost" in done.stdout

@@ -26,7 +26,7 @@ from turncache_integrations.langgraph.ambient import graph_session
 
 LOG: Final = logging.getLogger("turncache")
 
-_OURS: Final[Mapping[type, type]] = {
+_OURS: Final[Mapping[type, type[Any]]] = {
     openai.OpenAI: turncache.OpenAI,
     openai.AsyncOpenAI: turncache.AsyncOpenAI,
 }
@@ -102,7 +102,7 @@ def _ours(client: Any) -> Any:
     # Our classes add methods and no state, and upstream's copy() constructs an object of the
     # class that it is called on: so no argument of the constructor is named here, and those
     # of later versions are kept.
-    shell: Any = ours.__new__(ours)
+    shell: Any = object.__new__(ours)
     vars(shell).update(vars(client))
     return shell.copy()
 

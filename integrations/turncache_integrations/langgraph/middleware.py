@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from langchain.agents.middleware import AgentMiddleware, ModelRequest
 from langchain.agents.middleware.types import ModelCallResult
@@ -32,7 +32,8 @@ class TurncacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     def __new__(cls, *, end: bool = False) -> Self:
         """Return a middleware; only one that ends sessions adds a node to the graph."""
-        return super().__new__(_Ending if end and cls is TurncacheMiddleware else cls)
+        made: Any = super().__new__(_Ending if end and cls is TurncacheMiddleware else cls)
+        return cast("Self", made)
 
     def __init__(self, *, end: bool = False) -> None:
         """Take the options.

@@ -54,18 +54,16 @@ def session_node(
     if node is None:
         return functools.partial(session_node, session=session, scope=scope)
     _check(node)
-    if _is_async(node):
 
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with _chosen(session, scope, args, kwargs):
-                return await node(*args, **kwargs)
+    async def in_session_async(*args: Any, **kwargs: Any) -> Any:
+        with _chosen(session, scope, args, kwargs):
+            return await node(*args, **kwargs)
 
-    else:
+    def in_session(*args: Any, **kwargs: Any) -> Any:
+        with _chosen(session, scope, args, kwargs):
+            return node(*args, **kwargs)
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with _chosen(session, scope, args, kwargs):
-                return node(*args, **kwargs)
-
+    wrapper: Any = in_session_async if _is_async(node) else in_session
     function = node if hasattr(node, "__name__") else _named(node)
     named: Any = functools.wraps(function)(wrapper)
     named.__name__ = _name_of(node)

@@ -76,7 +76,7 @@ def place_of(config: Mapping[str, Any] | None) -> Place | None:
     if thread_id is None:
         return None
     namespace = tuple(filter(None, (configurable.get("checkpoint_ns") or "").split(_SEPARATOR)))
-    path = (config.get("metadata") or {}).get("langgraph_path") or ()
+    path: Sequence[Any] = (config.get("metadata") or {}).get("langgraph_path") or ()
     # A task of the functional API is a part of the function that called it.
     while len(path) > 1 and path[0] == _PUSH and isinstance(path[1], Sequence):
         namespace, path = namespace[:-1], path[1]
