@@ -15,8 +15,9 @@ try:
         thread_session,
     )
 except ModuleNotFoundError as missing:
+    package = (missing.name or "").partition(".")[0]
     raise ModuleNotFoundError(
-        f"{(missing.name or '').partition('.')[0]} is not installed, and turncache.langgraph needs it: "
+        f"{package} is not installed, and turncache.langgraph needs it: "
         "pip install 'turncache[langgraph]'",
         name=missing.name,
     ) from missing
