@@ -9,6 +9,7 @@ from typing import Any
 import langchain_openai
 import openai
 import pytest
+from langchain.chat_models import init_chat_model
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_openai import AzureChatOpenAI
@@ -284,6 +285,15 @@ def test_other_providers_classes_are_not_tagged(
     assert "TheirChat is not langchain_openai.ChatOpenAI" in said
     theirs.invoke("hello")
     assert session_ids(server.requests) == [None]
+
+
+def test_a_model_that_hides_another_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A configurable model chooses when it is called: that it is not tagged is said, once."""
+    hidden = init_chat_model("m", model_provider="openai", configurable_fields=("model",))
+    with caplog.at_level(logging.WARNING, logger="turncache"):
+        assert tagged(hidden) is hidden
+    [said] = caplog.messages
+    assert "hides which model it calls" in said
 
 
 def test_subclasses_of_ours_are_tagged(server: FakeServer) -> None:

@@ -49,9 +49,11 @@ def graph_session(scope: Scope = "thread") -> Session | None:
     """
     block = scopes.innermost()
     here = place_of(var_child_runnable_config.get())
-    if block is None or not block.open or block.context is None:
+    # Read once: another thread may close the block. A closed block says nothing here.
+    context = None if block is None else block.context
+    if block is None or context is None:
         return None if here is None else _session_at(here, scope)
-    entered_at = place_of(block.context.get(var_child_runnable_config))
+    entered_at = place_of(context.get(var_child_runnable_config))
     if here is None or here == entered_at:
         return block.session
     if entered_at is None:

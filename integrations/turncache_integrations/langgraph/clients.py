@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import langchain_openai
 import openai
+from langchain_core.language_models import BaseChatModel
 from langchain_core.runnables import RunnableWithFallbacks
 from langchain_core.runnables.base import RunnableBindingBase
 from langchain_openai.chat_models.base import BaseChatOpenAI
@@ -81,7 +82,10 @@ def tagged(model: Any) -> Any:
                 "fallbacks": [tagged(fallback) for fallback in model.fallbacks],
             }
         )
-    _warn_if_local(model)
+    if not isinstance(model, BaseChatModel):
+        _warn(model, "hides which model it calls")
+    elif _calls_a_server_of_the_users_own(model):
+        _warn(model, "is not langchain_openai.ChatOpenAI")
     return model
 
 
@@ -107,17 +111,21 @@ def _ours(client: Any) -> Any:
     return shell.copy()
 
 
-def _warn_if_local(model: Any) -> None:
-    """Say once that calls to a server of the user's own are not tagged."""
+def _calls_a_server_of_the_users_own(model: BaseChatModel) -> bool:
     client = getattr(model, "root_client", None)
-    name = type(model).__name__
-    if not isinstance(client, openai.OpenAI) or isinstance(client, Bound) or name in _warned:
-        return
-    if audience(client.base_url.host, client.base_url.port) is Audience.TOLD:
+    if not isinstance(client, openai.OpenAI) or isinstance(client, Bound):
+        return False
+    return audience(client.base_url.host, client.base_url.port) is Audience.TOLD
+
+
+def _warn(model: Any, what: str) -> None:
+    """Say once per class that its calls are not tagged."""
+    name = f"{type(model).__module__}.{type(model).__name__}"
+    if name not in _warned:
         _warned.add(name)
         LOG.warning(
-            "%s.%s is not langchain_openai.ChatOpenAI: its calls are sent without a session. "
-            "Use turncache.langgraph.ChatOpenAI, or a subclass of it",
-            type(model).__module__,
+            "%s %s: its calls are sent without a session. Use turncache.langgraph.ChatOpenAI, "
+            "or a subclass of it",
             name,
+            what,
         )
