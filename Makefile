@@ -70,6 +70,10 @@ perf-engine: setup-engine ## time the free queue against vLLM's own
 perf-client: setup ## time the client against the stock one
 	@$(PY) tests/perf/bench_client.py
 
+.PHONY: perf-langgraph
+perf-langgraph: setup ## time the LangGraph integration against the stock model
+	@$(PY) -m tests.perf.bench_langgraph
+
 .PHONY: clean
 clean: ## remove what was built here; the cache of models stays
 	@rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -57,14 +57,14 @@ class Environment:
 ENVIRONMENTS: Final = {
     "dev": Environment(
         folder=".venv",
-        locks=("dev.lock",),
-        modules=("turncache", "pytest", "mypy", "typer"),
+        locks=("dev.lock", "langgraph.lock"),
+        modules=("turncache", "pytest", "mypy", "typer", "turncache.langgraph"),
         size_gib=0.5,
     ),
     "engine": Environment(
         folder="build/engine-venv",
-        locks=("engine-cpu.lock", "engine-test.lock"),
-        modules=("torch", "nixl", "vllm", "turncache_server", "pytest"),
+        locks=("engine-cpu.lock", "engine-test.lock", "langgraph.lock"),
+        modules=("torch", "nixl", "vllm", "turncache_server", "pytest", "langgraph"),
         size_gib=6,
     ),
 }

@@ -71,6 +71,28 @@ def test_importing_the_package_is_cheap() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_the_door_to_langgraph_says_what_is_missing() -> None:
+    """Without the extra, its import fails with the way out, and nothing else does."""
+    code = (
+        "import sys; sys.modules['langchain_core'] = None\n"
+        "import turncache; turncache.OpenAI\n"
+        "try: turncache.langgraph\n"
+        "except ModuleNotFoundError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=50,
+    )
+    assert done.stdout == (
+        "langchain_core is not installed, and turncache.langgraph needs it: "
+        "pip install 'turncache[langgraph]'\n"
+    )
+
+
 def test_what_testing_exports() -> None:
     """The module for users' tests exports its four names."""
     names = turncache.testing.__all__

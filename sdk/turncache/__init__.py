@@ -64,6 +64,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "langgraph":
+        return importlib.import_module("turncache.langgraph")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -68,6 +68,8 @@ class Binding:
         speaker: the client, for what is said between two calls.
         defaults: headers of every call that the caller gave to the constructor, names in
             lower case; only those that matter to us.
+        ambient: how a framework's integration finds the session of the running code; it
+            is asked instead of the innermost block, or None.
     """
 
     family: Family
@@ -76,6 +78,7 @@ class Binding:
     profile: Profile | None = None
     hosts: tuple[str, ...] = ()
     defaults: Mapping[str, Any]
+    ambient: Callable[[], Session | None] | None = None
 
 
 _bindings: Final[WeakTable[Binding]] = WeakTable()

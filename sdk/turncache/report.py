@@ -188,7 +188,8 @@ def _headline(session: Session, total: Totals) -> str:
         else f"{total.reused:,} of {total.prompt:,} prompt tokens reused ({share:.1%})"
     )
     lost = "" if total.lost is None else f", {total.lost:,} lost"
-    return f"session {session.id}: {calls}, {reused}{lost}"
+    name = session.id if session.label is None else f"{session.label} ({session.id})"
+    return f"session {name}: {calls}, {reused}{lost}"
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

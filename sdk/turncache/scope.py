@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -30,12 +30,22 @@ _current: ContextVar[Scope | None] = ContextVar("turncache_scope", default=None)
 
 
 class Scope:
-    """One entered block of a session."""
+    """One entered block of a session.
+
+    Attributes:
+        session: session of the calls inside.
+        outer: scope around this one, or None.
+        frame: frame that entered the block, while it is open.
+        open: whether the block has not ended.
+        context: context that the block was entered in, while it is open: an integration
+            reads from it where in a framework's run that was.
+    """
 
     __slots__ = (
         "_generator",
         "_in_generator",
         "_owner",
+        "context",
         "frame",
         "open",
         "outer",
@@ -48,14 +58,16 @@ class Scope:
         self.outer = _current.get()
         self.frame = frame
         self.open = True
+        # A snapshot costs no copy: contexts share their content.
+        self.context: Context | None = copy_context()
         self._generator = _generator_around(frame)
         self._in_generator = self._generator is not None
         self._owner = (threading.get_ident(), _task()) if self._in_generator else None
 
     def close(self) -> None:
-        """Close the block, and let go of the frames that it was entered from."""
+        """Close the block, and let go of the frames and the context that it was entered in."""
         self.open = False
-        self.frame = self._generator = self._owner = None
+        self.frame = self._generator = self._owner = self.context = None
 
     def counts_here(self) -> bool:
         """Whether the running code is inside the block, as far as generators tell."""

@@ -69,6 +69,7 @@ class Session:
         anonymous: whether it ends with its block.
         automatic: whether the client made it, following a conversation.
         ended: whether it has ended: its calls are sent without a session from then on.
+        label: readable name in tables of this process, never sent; None without one.
         retain_s: seconds to keep the KV after each call, None for the server's choice.
         priority: 0 to 100; orders sessions of a tenant.
         ledger: what is known of it here; the clients' own.
@@ -82,6 +83,7 @@ class Session:
         "automatic",
         "ended",
         "id",
+        "label",
         "ledger",
         "parent_id",
         "priority",
@@ -102,6 +104,7 @@ class Session:
         self.anonymous = anonymous
         self.automatic = automatic
         self.ended = False
+        self.label: str | None = None
         self.retain_s: float | None = None
         self.priority = DEFAULT_PRIORITY
         self.ledger = Ledger(automatic=automatic)
@@ -121,6 +124,15 @@ class Session:
     def advice(self) -> tuple[str, ...]:
         """What broke the reuse of this session's KV, each kind once."""
         return tuple(str(finding) for finding in self.ledger.findings)
+
+    @property
+    def children(self) -> tuple[Session, ...]:
+        """Sessions of this process that have this one as their parent, the latest used last.
+
+        As far as they are among the latest 4096 sessions.
+        """
+        with LOCK:
+            return tuple(other for other in _recent.values() if other.parent_id == self.id)
 
     def to_json(self) -> str:
         """Return the session's report as JSON: its totals, calls and advice."""

@@ -147,8 +147,9 @@ def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any
     """Say whose call it is.
 
     In this order: what the call itself says (the header, then the body's
-    ``session_id``), the client's session, the innermost block around the call,
-    ``TURNCACHE_SESSION_ID``, and the conversation that it continues. An id that cannot be
+    ``session_id``), the client's session, what a framework's integration finds, the
+    innermost block around the call, ``TURNCACHE_SESSION_ID``, and the conversation that
+    it continues. An id that cannot be
     ours is left to the server, and a block or session that has ended makes it nobody's.
     """
     for given in (explicit.get(_SESSION), body.get("session_id")):
@@ -162,6 +163,8 @@ def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any
             return _FOREIGN
     if binding.session is not None:
         return _unless_ended(binding.session, ended=binding.session.ended)
+    if binding.ambient is not None and (found := binding.ambient()) is not None:
+        return _unless_ended(found, ended=found.ended)
     scope = scopes.innermost()
     if scope is not None:
         return _unless_ended(scope.session, ended=not scope.open)

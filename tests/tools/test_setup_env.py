@@ -43,17 +43,25 @@ def test_the_development_environment_has_what_the_project_names(setup_env: Modul
     """Every requirement of package, extras and groups that tests use is in the lock."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = list(project["project"]["dependencies"])
-    for extra in ("router", "tools"):
+    for extra in ("router", "tools", "langgraph"):
         wanted += project["project"]["optional-dependencies"][extra]
     for group in ("test", "dev"):
         wanted += [item for item in project["dependency-groups"][group] if isinstance(item, str)]
-    assert names(wanted) - names(setup_env.pins("dev.lock")) - {"turncache"} == set()
+    locks = setup_env.ENVIRONMENTS["dev"].locks
+    assert names(wanted) - names(setup_env.merged_pins(locks)) - {"turncache"} == set()
 
 
 def test_both_environments_test_with_the_same_tools(setup_env: ModuleType) -> None:
     """A test that passes in one environment fails in the other for its own reasons only."""
     dev, engine = set(setup_env.pins("dev.lock")), set(setup_env.pins("engine-test.lock"))
     assert engine <= dev
+
+
+def test_what_two_locks_pin_has_one_version(setup_env: ModuleType) -> None:
+    """A lock that goes into several environments changes no package of theirs."""
+    for environment in setup_env.ENVIRONMENTS.values():
+        together = [pin.lower() for lock in environment.locks for pin in setup_env.pins(lock)]
+        assert len(names(together)) == len({pin.replace("_", "-") for pin in together})
 
 
 def test_the_extra_for_engines_adds_nothing_to_the_engine_environment(

@@ -1,0 +1,28 @@
+"""The command line that the LangGraph examples share, and the tables that they end with."""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from collections.abc import Sequence
+
+from turncache.langgraph import thread_session
+
+
+def parse(about: str | None, question: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--base-url", default="http://localhost:8000/v1")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--question", default=question)
+    parser.add_argument("--tool-seconds", type=float, default=2.0)
+    parser.add_argument("--thread", default=f"example-{uuid.uuid4().hex[:8]}")
+    return parser.parse_args(arguments)
+
+
+def show(thread: str) -> None:
+    """Print what happened to the KV: of the thread, then of its children."""
+    session = thread_session(thread)
+    for each in (session, *session.children):
+        print(each)
+        print()
