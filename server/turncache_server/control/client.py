@@ -73,10 +73,11 @@ class _Handshake:
             return
         self.done = False
         if event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
-            # What a server does with keys of another secret: it cannot tell them from noise.
+            # What a server does with keys of another secret, which it cannot tell from noise;
+            # and what is left to see when it was quicker to close than this side to read.
             self._num_cut += 1
-            if self._keyed and self._num_cut >= _CUT_OFF:
-                self.refusal = self._refused("the fleet secrets of the two sides differ")
+            if self._num_cut >= _CUT_OFF:
+                self.refusal = self._refused(self._cut_off())
         elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
             self.refusal = self._refused("the key is not one of that fleet")
         else:
@@ -86,9 +87,14 @@ class _Handshake:
         """Return the error for a question whose time is over."""
         if self.refusal is not None:
             return self.refusal
-        if self._keyed and self._num_cut and not self.done:
-            return self._refused("the fleet secrets of the two sides differ, or it is just ending")
+        if self._num_cut and not self.done:
+            return self._refused(f"{self._cut_off()}; or it is just ending")
         return EngineFault(self._address, f"no answer on the control socket within {timeout_s:g} s")
+
+    def _cut_off(self) -> str:
+        if self._keyed:
+            return "it does not take this side's fleet secret: it has another one, or none"
+        return self._mechanisms_differ()
 
     def _mechanisms_differ(self) -> str:
         if self._keyed:

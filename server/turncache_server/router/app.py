@@ -95,9 +95,10 @@ async def serving(
     metrics = Metrics(lambda: len(sessions))
     events = Events((log_event, metrics, *listeners))
     engine_key = _engine_key(config)
+    keys = fleet_keys(config)
     upstream = Upstream(config)
     control = AsyncControlClient(
-        fleet_keys(config),
+        keys,
         names={engine.control: engine.engine_id for engine in config.engines if engine.control},
     )
     services = Services(
