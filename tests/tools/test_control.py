@@ -83,7 +83,7 @@ def test_a_secret_that_was_left_out_is_said(
     plain = control()
     ran = turncache("stats", plain.address, "--fleet-secret-file", str(secret.path))
     assert ran.code == 4
-    assert "set fleet_secret_file there" in ran.err or "or none" in ran.err
+    assert "it has another one or none" in ran.err
 
 
 @pytest.mark.parametrize("verb", ["stats", "mode", "doctor"])
@@ -108,7 +108,7 @@ def test_doctor_asks_a_fleet_with_its_secret(
     wrong = control(keys=derive_keys(b"another"))
     ran = turncache("doctor", wrong.address, *option)
     assert ran.code == 1
-    assert "it has another one, or none" in ran.out
+    assert "it has another one or none" in ran.out
 
 
 def test_doctor_finds_a_secret_that_others_can_read(

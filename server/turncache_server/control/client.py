@@ -77,28 +77,27 @@ class _Handshake:
             # and what is left to see when it was quicker to close than this side to read.
             self._num_cut += 1
             if self._num_cut >= _CUT_OFF:
-                self.refusal = self._refused(self._cut_off())
+                self.refusal = self._refused(self._secrets_differ())
         elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
             self.refusal = self._refused("the key is not one of that fleet")
         else:
-            self.refusal = self._refused(self._mechanisms_differ())
+            self.refusal = self._refused(self._secrets_differ())
 
     def too_late(self, timeout_s: float) -> EngineFault:
         """Return the error for a question whose time is over."""
         if self.refusal is not None:
             return self.refusal
         if self._num_cut and not self.done:
-            return self._refused(f"{self._cut_off()}; or it is just ending")
+            return self._refused(f"{self._secrets_differ()}; or it is just ending")
         return EngineFault(self._address, f"no answer on the control socket within {timeout_s:g} s")
 
-    def _cut_off(self) -> str:
+    def _secrets_differ(self) -> str:
+        # One text for all that may be behind it: which of two events comes first is chance.
         if self._keyed:
-            return "it does not take this side's fleet secret: it has another one, or none"
-        return self._mechanisms_differ()
-
-    def _mechanisms_differ(self) -> str:
-        if self._keyed:
-            return "it has no fleet secret and this side has one: set fleet_secret_file there"
+            return (
+                "it does not take this side's fleet secret, it has another one or none: give both "
+                "the same fleet_secret_file"
+            )
         return "it has a fleet secret and this side has none: give this side fleet_secret_file"
 
     def _refused(self, why: str) -> EngineRefusal:

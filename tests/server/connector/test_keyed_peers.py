@@ -91,8 +91,8 @@ def test_a_fleet_with_one_secret_exchanges_kv(
     ("secrets", "why"),
     [
         ((FLEET, None), "it has a fleet secret and this side has none"),
-        ((None, FLEET), "fleet secret"),
-        ((FLEET, OTHER), "it has another one, or none"),
+        ((None, FLEET), "it has another one or none"),
+        ((FLEET, OTHER), "it has another one or none"),
     ],
     ids=["none-here", "none-there", "different"],
 )
@@ -113,8 +113,8 @@ def test_a_peer_with_another_secret_is_incompatible(
         peers.hurry()
         time.sleep(0.01)
     lines = [r.getMessage() for r in caplog.records if why in r.getMessage()]
+    assert len(lines) == 1
     assert "decode-0" in lines[0]
-    assert len(lines) == len(set(lines))
     pulls = PullBook(peers, block_size=4, threshold_tokens=4, timeout_s=1, costs=PullCosts())
     assert pulls.start("r", "s", "decode-0", [b"a"], 0.0) is Reason.INCOMPATIBLE
 

@@ -102,10 +102,8 @@ def test_who_has_the_secret_is_answered(ask: Ask, keyed: ControlServer) -> None:
     ("there", "here", "why"),
     [
         pytest.param(FLEET, None, "it has a fleet secret and this side has none", id="none-here"),
-        pytest.param(
-            None, FLEET, "it has no fleet secret|has another one, or none", id="none-there"
-        ),
-        pytest.param(FLEET, OTHER, "it has another one, or none", id="different"),
+        pytest.param(None, FLEET, "it has another one or none", id="none-there"),
+        pytest.param(FLEET, OTHER, "it has another one or none", id="different"),
         pytest.param(FLEET, STRANGER, "the key is not one of that fleet", id="stranger"),
     ],
 )
@@ -126,7 +124,7 @@ def test_secrets_that_do_not_fit_are_said_and_counted(
 
 def test_a_short_deadline_still_ends_in_the_reason(ask: Ask, keyed: ControlServer) -> None:
     """A router asks with 100 ms: less than it takes to be sure, enough to say what was seen."""
-    with pytest.raises(EngineRefusal, match="it has another one, or none; or it is just ending"):
+    with pytest.raises(EngineRefusal, match="it has another one or none.*; or it is just ending"):
         ask(OTHER, keyed.address, timeout_s=0.09)
 
 
@@ -223,7 +221,7 @@ def test_an_event_loop_asks_again_when_the_secret_has_been_put_right(serve: Serv
         client = AsyncControlClient(FLEET)
         server = serve(echo)
         for _ in range(3):
-            with pytest.raises(EngineRefusal, match="no fleet secret|or none"):
+            with pytest.raises(EngineRefusal, match="another one or none"):
                 await client.ask(server.address, QUESTION, CallReply, timeout_s=10)
         await asyncio.to_thread(server.close)
         right = ControlServer(server.address, echo, keys=FLEET)
