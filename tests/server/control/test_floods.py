@@ -96,7 +96,8 @@ def test_what_waits_is_bounded_while_the_engine_does_not_answer(
     data = encode(1, Call(request="x" * (4 * MIB)))
     sent = flood(server.address, keys).send_all(data, at_most=200)
     let_go.set()
-    assert 0 < sent <= 12  # four here, one in the handler, the rest in buffers of the sender
+    # Four here, one in the handler, a few in what the kernel and the sender buffer.
+    assert 0 < sent <= 40
 
 
 def test_another_asker_is_served_during_a_flood(
