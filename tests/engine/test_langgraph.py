@@ -138,8 +138,8 @@ def test_an_agents_kv_survives_its_tools(drive: Driver) -> None:
     assert kept > kept_plain
 
     calls: tuple[CallRecord, ...] = thread_session(thread).calls
-    assert [call.boundary for call in calls] == ["tool"] * 4 + ["user", "final"]
-    assert [call.cause for call in calls[:5]] == ["user"] + ["tool"] * 4
+    assert [call.boundary for call in calls] == ["tool"] * 4 + ["user"]
+    assert [call.cause for call in calls] == ["user"] + ["tool"] * 4
     assert thread_session(thread).advice == ()
 
 

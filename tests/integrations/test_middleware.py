@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import langchain_openai
+import openai
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelFallbackMiddleware, SummarizationMiddleware
@@ -26,8 +28,9 @@ from tests.integrations.support import (
     stock_model,
     thread_id_of,
 )
+from tests.sdk.support import COMPLETION, HTTPX, Recorder
 from turncache.langgraph import TurncacheMiddleware, graph_session, thread_session
-from turncache.protocol import FINAL_HEADER, parse_tools
+from turncache.protocol import parse_tools
 from turncache.sessions import TOOL_DURATIONS
 from turncache.testing import Failure, FakeServer, Reply
 
@@ -141,25 +144,38 @@ def test_calls_beside_the_conversation_stay_out(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_end_tells_the_server_that_nothing_follows(server: FakeServer, run: Run, mode: str) -> None:
-    """With ``end=True`` one small call of the session says that it was the last."""
+    """With ``end=True`` a notice after the run says that nothing follows in the session."""
     graph = agent(stock_model(server), middleware=[TurncacheMiddleware(end=True)])
     if mode == "sync":
         graph.invoke(HELLO, config())
     else:
         run(graph.ainvoke(HELLO, config()))
     assert session_ids(server.requests) == [thread_id_of()] * 3
-    finals = [request.headers.get(FINAL_HEADER.lower()) for request in server.requests]
-    assert finals == [None, None, "true"]
-    assert server.requests[-1].body["max_tokens"] == 1
+    notice = server.requests[-1]
+    assert (notice.path, notice.body) == ("/v1/sessions", {"notice": "final"})
+    assert len(thread_session("t1").calls) == 2, "a notice is no call"
 
 
-def test_an_end_that_fails_takes_nothing_away(server: FakeServer) -> None:
-    """The notice is best effort: the run's result is there without it."""
-    server.script(Reply(), Failure(status=500))
-    graph = agent(stock_model(server), [], middleware=[TurncacheMiddleware(end=True)])
+def test_an_end_that_fails_takes_nothing_away() -> None:
+    """The notice is best effort: it is tried once, and the run's result is there without it."""
+
+    def answer(request: Any) -> Any:
+        if request.url.path == "/v1/sessions":
+            return HTTPX.Response(500)
+        return HTTPX.Response(200, json=COMPLETION, headers={"Turncache": "v=1"})
+
+    recorder = Recorder(answer)
+    model = langchain_openai.ChatOpenAI(
+        model="m",
+        base_url="http://127.0.0.1:9/v1",
+        api_key="-",  # type: ignore[arg-type]
+        http_client=openai.DefaultHttpxClient(transport=HTTPX.MockTransport(recorder.handle)),
+    )
+    graph = agent(model, [], middleware=[TurncacheMiddleware(end=True)])
     result = graph.invoke(HELLO, config())
     assert result["messages"][-1].content == "fine"
-    assert len(server.requests) == 2, "and it is tried once"
+    paths = [request.url.path for request in recorder.requests]
+    assert paths == ["/v1/chat/completions", "/v1/sessions"]
 
 
 def test_a_server_that_does_not_listen_gets_no_notice(server: FakeServer) -> None:

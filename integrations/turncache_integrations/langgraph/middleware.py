@@ -40,9 +40,9 @@ class TurncacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
         Args:
             end: say after each run that nothing follows, so that the server keeps nothing
-                of it: for threads that are run once. It costs a request of one token after
-                the run, to servers that answer with a ``Turncache`` header. Without it the
-                answer says that a user wait begins.
+                of it: for threads that are run once. It costs a request after the run, to
+                servers that answer with a ``Turncache`` header. Without it the answer says
+                that a user wait begins.
         """
         super().__init__()
         self._ends = end
