@@ -149,8 +149,8 @@ def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any
     In this order: what the call itself says (the header, then the body's
     ``session_id``), the client's session, what a framework's integration finds, the
     innermost block around the call, ``TURNCACHE_SESSION_ID``, and the conversation that
-    it continues. An id that cannot be
-    ours is left to the server, and a block or session that has ended makes it nobody's.
+    it continues. An id that cannot be ours is left to the server, and a block or session
+    that has ended makes it nobody's.
     """
     for given in (explicit.get(_SESSION), body.get("session_id")):
         if given is None:
