@@ -31,13 +31,13 @@ FORCED = ("search", "read", "search", "read", None)
 #: The same in every run, and long enough to fill blocks.
 RESULTS = {"search": words(300), "read": words(400)}
 
+#: The random model would fill JSON with blanks for ever.
+STRUCTURED_OUTPUTS = '{"backend": "xgrammar", "disable_any_whitespace": true}'
+
 
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """A driver of a pair that parses tool calls.
-
-    Its random model would fill JSON with blanks for ever: they are not allowed.
-    """
+    """A driver of a pair that parses tool calls."""
     for stack in started(
         tmp_path_factory,
         prefill=1,
@@ -46,7 +46,7 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
         settings={"retain_budget": 0.9, "tenant_budget": 0.9},
         engine_args=(
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-            *("--structured-outputs-config", '{"disable_any_whitespace": true}'),
+            *("--structured-outputs-config", STRUCTURED_OUTPUTS),
         ),
     ):
         driver = Driver(stack)
