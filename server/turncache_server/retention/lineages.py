@@ -78,6 +78,7 @@ class _Change:
 
     blocks: list[int] = field(default_factory=list)
     clipped: list[str] = field(default_factory=list)
+    clipped_blocks: int = 0
     superseded: bool = False
 
 
@@ -448,6 +449,7 @@ class LineageTable:
         if clip is not None:
             budget, num_blocks = clip
             change.clipped.append(f"{num_blocks} wanted blocks given up for {budget}")
+            change.clipped_blocks = num_blocks
             self._totals.clipped_blocks += num_blocks
         self._totals.clipped += bool(change.clipped)
         return self._effect(change)
@@ -457,6 +459,7 @@ class LineageTable:
         return Effect(
             changed=(*owed, *change.blocks),
             clipped="; ".join(change.clipped) or None,
+            clipped_blocks=change.clipped_blocks,
             superseded=change.superseded,
         )
 

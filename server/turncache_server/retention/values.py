@@ -95,11 +95,13 @@ class Effect:
     Attributes:
         changed: blocks whose class may have changed; unwanted ones tail first.
         clipped: what was cut to what, in words; None when nothing was.
+        clipped_blocks: blocks given up because a budget did not hold.
         superseded: a chain was superseded.
     """
 
     changed: tuple[int, ...] = ()
     clipped: str | None = None
+    clipped_blocks: int = 0
     superseded: bool = False
 
 
