@@ -20,8 +20,14 @@ from turncache_server.retention.policy import POLICY_NAMES
 #: Name of our nested object in ``kv_connector_extra_config``.
 SECTION: Final = "turncache"
 DEFAULT_RECOMPUTE_THRESHOLD: Final = 64
+#: One host tier that most machines could afford, and one for large ones.
+DEFAULT_HOST_GB: Final = (64.0, 256.0)
+MAX_HOST_SIZES: Final = 4
+#: Each of a part's hashes takes some memory of the ghost's process.
+DEFAULT_TRACE_FILE_MB: Final = 16.0
 #: Some thirty years: a setting above it is a mistake, or no finite number.
 _LONGEST_S: Final = 1e9
+_MOST_GB: Final = 100_000.0
 
 
 class Side(enum.StrEnum):
@@ -53,6 +59,9 @@ class Settings:
         peers: engines that this one may pull from: name to control address.
         trust_hints: our router is in front: read all hints, not only the session.
         allow_untested_vllm: act on a vLLM that is not in the table of tested versions.
+        ghost_host_gb: sizes of the host tiers that mode ``observe`` simulates, in 10^9 bytes.
+        trace_file: where to write the trace of what the engine saw, None for no trace.
+        trace_file_mb: size in 10^6 bytes at which a part of the trace is full.
         recompute_threshold: fewest tokens worth a pull (vLLM's ``kv_recompute_threshold``);
             None for what was measured, but at least 64.
     """
@@ -72,6 +81,9 @@ class Settings:
     peers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     trust_hints: bool = False
     allow_untested_vllm: bool = False
+    ghost_host_gb: tuple[float, ...] = DEFAULT_HOST_GB
+    trace_file: str | None = None
+    trace_file_mb: float = DEFAULT_TRACE_FILE_MB
     recompute_threshold: int | None = None
 
 
@@ -116,6 +128,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         peers=_peers(section.get("peers", {}), keyed=secret_file is not None),
         trust_hints=read.flag("trust_hints"),
         allow_untested_vllm=read.flag("allow_untested_vllm"),
+        ghost_host_gb=read.sizes("ghost_host_gb", DEFAULT_HOST_GB),
+        trace_file=read.path("trace_file"),
+        trace_file_mb=read.megabytes("trace_file_mb", DEFAULT_TRACE_FILE_MB),
         recompute_threshold=threshold,
     )
 
@@ -144,6 +159,34 @@ class _Reader:
         value = self._section.get(name, False)
         if not isinstance(value, bool):
             raise ConfigError(f"{SECTION}.{name}", f"{value!r}: expected true or false")
+        return value
+
+    def path(self, name: str) -> str | None:
+        value = self._section.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value.startswith("/"):
+            raise ConfigError(f"{SECTION}.{name}", f"{value!r}: expected an absolute path")
+        return value
+
+    def sizes(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        value = self._section.get(name, default)
+        if not isinstance(value, (list, tuple)) or len(value) > MAX_HOST_SIZES:
+            legal = False
+        else:
+            legal = all(type(size) in (int, float) and 0 < size <= _MOST_GB for size in value)
+        if not legal:
+            raise ConfigError(
+                f"{SECTION}.{name}",
+                f"{value!r}: expected a list of at most {MAX_HOST_SIZES} sizes in GB, each "
+                f"above 0 and at most {_MOST_GB:g}",
+            )
+        return tuple(sorted({float(size) for size in value}))
+
+    def megabytes(self, name: str, default: float) -> float:
+        value = self._number(name, default, high=1000.0, what="megabytes from 1 to 1000")
+        if value < 1:
+            raise ConfigError(f"{SECTION}.{name}", f"{value!r}: expected megabytes from 1 to 1000")
         return value
 
     def seconds(self, name: str, default: float) -> float:
@@ -202,6 +245,7 @@ class EngineFacts:
         max_model_len: longest sequence in tokens.
         hash_algo: prefix-cache hash algorithm.
         vllm_version: version of vLLM.
+        block_bytes: bytes of a block's KV over all ranks, 0 when unknown.
         unsupported: why retention cannot work here, in words; empty when it can.
         unsupported_pull: why pulls cannot work here, beside ``unsupported``.
         missing: what an operator would want to switch on.
@@ -214,6 +258,7 @@ class EngineFacts:
     max_model_len: int
     hash_algo: str
     vllm_version: str
+    block_bytes: int = 0
     unsupported: tuple[str, ...] = ()
     unsupported_pull: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -232,9 +277,18 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, vllm_version: str) -> E
         max_model_len=int(vllm_config.model_config.max_model_len),
         hash_algo=str(cache.prefix_caching_hash_algo),
         vllm_version=vllm_version,
+        block_bytes=_block_bytes(kv_cache_config) * int(parallel.tensor_parallel_size),
         unsupported=tuple(_unsupported(vllm_config, kv_cache_config)),
         unsupported_pull=tuple(_unsupported_pull(vllm_config)),
         missing=() if caching else ("prefix caching is off: start with --enable-prefix-caching",),
+    )
+
+
+def _block_bytes(kv_cache_config: Any) -> int:
+    """Return the bytes of one block on one rank, over all layers."""
+    return sum(
+        len(group.layer_names) * int(group.kv_cache_spec.page_size_bytes)
+        for group in kv_cache_config.kv_cache_groups
     )
 
 

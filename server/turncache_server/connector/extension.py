@@ -20,6 +20,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 from turncache.protocol import EngineHints, Mode, Reason
 from turncache_server.connector.config import EngineFacts, Settings
 from turncache_server.connector.pull import Pull
+from turncache_server.connector.recorder import Recorder
 from turncache_server.connector.records import CallBook, CallRecord
 from turncache_server.connector.selftest import surprises
 from turncache_server.connector.source import Source
@@ -49,6 +50,18 @@ RANK_EVERY_S: Final = 0.25
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def limits_of(facts: EngineFacts, settings: Settings) -> Limits:
+    """Return the bounds that mode ``on`` keeps."""
+    return Limits(
+        num_blocks=facts.num_blocks,
+        retain_budget=settings.retain_budget,
+        tenant_budget=settings.tenant_budget,
+        retain_max_s=settings.retain_max_s,
+        retain_default_s=settings.retain_default_s,
+        handover_s=settings.handover_s,
+    )
 
 
 def guarded(
@@ -92,6 +105,7 @@ class Extension:
         facts: what is known of the engine.
         settings: how to act.
         clock: monotonic seconds.
+        recorder: where to write down what the engine sees, None for nowhere.
 
     Attributes:
         broken: why the extension is off for good, None while it works.
@@ -104,6 +118,7 @@ class Extension:
         *,
         answered: frozenset[Any],
         clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
     ) -> None:
         self.facts = facts
         self.settings = settings
@@ -111,17 +126,7 @@ class Extension:
         self.mode = settings.mode
         self.requested_mode = settings.mode
         self.ledger = Ledger(facts.num_blocks)
-        self.table = LineageTable(
-            Limits(
-                num_blocks=facts.num_blocks,
-                retain_budget=settings.retain_budget,
-                tenant_budget=settings.tenant_budget,
-                retain_max_s=settings.retain_max_s,
-                retain_default_s=settings.retain_default_s,
-                handover_s=settings.handover_s,
-            ),
-            policy_named(settings.policy),
-        )
+        self.table = LineageTable(limits_of(facts, settings), policy_named(settings.policy))
         self.mailbox = Mailbox()
         self.book = CallBook()
         self.source: Source | None = None
@@ -137,6 +142,9 @@ class Extension:
         self._ranked_at_s = float("-inf")
         self._on_mode: list[Callable[[Mode], None]] = []
         self._also_counted: list[Callable[[], Mapping[str, float]]] = []
+        self._recorder = recorder
+        # The recorder while what the engine sees is written down.
+        self._recording: Recorder | None = None
 
     # --- life -----------------------------------------------------------------------------
 
@@ -178,6 +186,7 @@ class Extension:
             return
         self._queue.retaining = self.mode is Mode.ON
         pool.free_block_queue = self._queue
+        self._record_or_not()
         self.source = Source(
             pool,
             self.ledger,
@@ -206,6 +215,7 @@ class Extension:
             return
         self.broken = why
         self.mode = self.requested_mode = Mode.OFF
+        self._recording = None
         self.ledger.in_order = False
         logger.error("turncache: off, the engine runs as stock: %s", why)
         if self._queue is not None and self._stock_queue_type is not None:
@@ -221,6 +231,8 @@ class Extension:
         """Admit a request; returns its hints when it belongs to a session."""
         self._drain()
         hints = self.hints_of(request)
+        if self._recording is not None:
+            self._recording.arrived(request, hints, self._clock())
         if hints is None:
             return None
         admission = None
@@ -258,8 +270,12 @@ class Extension:
     @guarded
     def looked_at(self, request: Any, local_tokens: int) -> None:
         """Note the local hit; the last look before the first step counts."""
+        if request.num_preemptions:
+            return
+        if self._recording is not None:
+            self._recording.looked_at(request.request_id, local_tokens)
         call = self._calls.get(request.request_id)
-        if call is not None and request.num_preemptions == 0:
+        if call is not None:
             call.local = local_tokens
 
     @guarded
@@ -271,8 +287,12 @@ class Extension:
             pull: its pull, if it has one.
             handed_over: tokens that a stock hand-over brings.
         """
+        if request.num_preemptions:
+            return
+        if self._recording is not None:
+            self._recording.started(request.request_id, self._clock())
         call = self._calls.get(request.request_id)
-        if call is not None and request.num_preemptions == 0:
+        if call is not None:
             # Looked at again when the load is done, with nothing more to bring. Of a whole
             # prompt the last token is computed all the same.
             most = max(0, call.prompt - 1 - call.local)
@@ -293,6 +313,10 @@ class Extension:
             )
         self.ledger.schedule(self._tracker.writes(scheduler_output))
         self._tick()
+        if self._recording is not None:
+            self._recording.step_scheduled(
+                scheduler_output.total_num_scheduled_tokens, self._clock()
+            )
 
     @guarded
     def loads_failed(self, request_ids: set[str]) -> None:
@@ -317,6 +341,8 @@ class Extension:
         self.ledger.processed(failed=failed)
         if was_in_order and not self.ledger.in_order:
             logger.error("turncache: steps came back out of order: this engine is no source")
+        if self._recording is not None:
+            self._recording.step_processed(self._clock())
         self._drain()
 
     @guarded
@@ -324,8 +350,11 @@ class Extension:
         """Keep an answered call's blocks wanted; called before vLLM frees them."""
         call = self._calls.pop(request.request_id, None)
         if call is None:
+            self._write_down(request, block_ids, None, None)
             return
-        self.book.finish(call.hints.request, call.record or self._record(call, pull))
+        record = call.record or self._record(call, pull)
+        self.book.finish(call.hints.request, record)
+        self._write_down(request, block_ids, call.hints, record)
         if call.admission is None or self.mode is Mode.OFF:
             return
         if request.status in self._answered:
@@ -333,16 +362,37 @@ class Extension:
         else:
             self._apply(self.table.cancel(call.admission, now_s=self._clock()))
 
-    def _keep(
-        self, hints: EngineHints, admission: Admission, request: Any, block_ids: list[int]
-    ) -> Effect:
+    def _write_down(
+        self,
+        request: Any,
+        block_ids: list[int],
+        hints: EngineHints | None,
+        record: CallRecord | None,
+    ) -> None:
+        if self._recording is not None:
+            self._recording.ended(
+                request,
+                hints,
+                record,
+                num_blocks=len(block_ids),
+                complete=self._num_complete(request, block_ids),
+                answered=request.status in self._answered,
+                now_s=self._clock(),
+            )
+
+    def _num_complete(self, request: Any, block_ids: list[int]) -> int:
         # The last sampled token has no KV, so the block that it fills is not complete.
-        complete = min(
+        return min(
             # With asynchronous scheduling the count may include a step that the end cut off.
             min(request.num_computed_tokens, request.num_tokens - 1) // self.facts.block_size,
             len(request.block_hashes),
             len(block_ids),
         )
+
+    def _keep(
+        self, hints: EngineHints, admission: Admission, request: Any, block_ids: list[int]
+    ) -> Effect:
+        complete = self._num_complete(request, block_ids)
         epoch = self.ledger.epoch
         chain = [
             ChainBlock(block_id, epoch[block_id], bytes(chain_hash))
@@ -407,8 +457,14 @@ class Extension:
             if isinstance(command, Promote):
                 self._promote(command)
             elif isinstance(command, HandedOver):
+                if self._recording is not None:
+                    self._recording.tail_verified(command.tail_hash, self._clock())
                 self._apply(self.table.handed_over(command.tail_hash, now_s=self._clock()))
             elif isinstance(command, Signalled):
+                if self._recording is not None:
+                    self._recording.signalled(
+                        command.session, command.kind, command.expect_s, self._clock()
+                    )
                 effect = self.table.signal(
                     command.session,
                     command.kind,
@@ -438,8 +494,19 @@ class Extension:
             self._apply(self.table.clear())
         if self._queue is not None:
             self._queue.retaining = mode is Mode.ON
+        self._record_or_not()
         for listener in self._on_mode:
             listener(mode)
+
+    def _record_or_not(self) -> None:
+        """Write down what the engine sees in ``observe``, and with a trace in ``on`` too."""
+        wanted = self.mode is Mode.OBSERVE or (
+            self.mode is Mode.ON and self.settings.trace_file is not None
+        )
+        if wanted and self._recording is None and self._recorder is not None:
+            # What happened before is not known: the ghost begins with an empty cache.
+            self._recorder.forgotten(self._clock())
+        self._recording = self._recorder if wanted else None
 
     def _tick(self) -> None:
         now_s = self._clock()
@@ -447,6 +514,8 @@ class Extension:
             # A prefix-cache reset: what was wanted has no content any more.
             self._block_map = self._pool.cached_block_hash_to_block
             self._apply(self.table.clear())
+            if self._recording is not None:
+                self._recording.forgotten(now_s)
         self._apply(self.table.expire(now_s))
         if self._queue is not None and now_s - self._ranked_at_s >= RANK_EVERY_S:
             self._ranked_at_s = now_s
@@ -484,6 +553,16 @@ class Extension:
             "in_order": float(self.ledger.in_order),
             "broken": float(self.broken is not None),
             **{f"mode_{mode.value}": float(mode is self.mode) for mode in Mode},
+            **self._observed_gauges(),
+        }
+
+    def _observed_gauges(self) -> dict[str, float]:
+        recorder = self._recorder
+        if recorder is None:
+            return {}
+        return {
+            **recorder.gauges,
+            "observing": float(self._recording is not None and recorder.broken is None),
         }
 
     def counters(self) -> dict[str, float]:
@@ -498,4 +577,11 @@ class Extension:
             "clipped_retentions": float(stats.clipped_total),
             "clipped_blocks": float(stats.clipped_blocks_total),
             **{name: n for counters in self._also_counted for name, n in counters().items()},
+            **self._observed_counters(),
         }
+
+    def _observed_counters(self) -> dict[str, float]:
+        recorder = self._recorder
+        if recorder is None:
+            return {}
+        return {**recorder.counters, "observed_dropped_events": float(recorder.dropped)}

@@ -13,8 +13,9 @@ import contextlib
 import json
 import logging
 import os
-import select
 import secrets
+import select
+import signal
 import struct
 import subprocess
 import sys
@@ -171,7 +172,7 @@ class GhostProcess:
             # The engine needs no ghost: it is told, and nothing is recorded any more.
             self._recorder.broken = f"{type(error).__name__}: {error}"
             self._recorder.drain()
-            logger.error("turncache: the ghost is gone, nothing is observed: %s", error)
+            logger.exception("turncache: the ghost is gone, nothing is observed")
 
     def _feed(self) -> None:
         command = [sys.executable, "-m", __name__, self._task.to_json()]
@@ -261,7 +262,7 @@ class GhostHost:
     def report(self) -> str:
         """Return the counts as one line."""
         tokens, seconds = self.ghost.prefill
-        counters = {f"observed_{name}": value for name, value in self.ghost.totals.items()}
+        counters = {f"observed_{name}": float(n) for name, n in self.ghost.totals.items()}
         counters |= {"observed_prefill_tokens": tokens, "observed_prefill_seconds": seconds}
         gauges = {f"ghost_{name}": value for name, value in self.ghost.gauges().items()}
         return json.dumps({"counters": counters, "gauges": gauges}) + "\n"
@@ -270,6 +271,8 @@ class GhostHost:
 def main(argv: list[str]) -> int:
     """Run the ghost until the engine closes the pipe."""
     task = GhostTask.from_json(argv[0])
+    # An interrupt at the terminal is the engine's affair; its end of the pipe says when.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(10)
     host = GhostHost(task, key=secrets.token_bytes(32))

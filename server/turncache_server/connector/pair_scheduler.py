@@ -36,6 +36,7 @@ from turncache_server.connector.costs import PullCosts, prefill_work
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.fingerprint import engine_fingerprint
 from turncache_server.connector.metrics import Reporter, TurncacheStats
+from turncache_server.connector.observing import Observer
 from turncache_server.connector.peers import PeerBook, PeerState
 from turncache_server.connector.pull import Pull, PullBook, Read
 from turncache_server.connector.service import Service, fleet_keys, open_control
@@ -127,7 +128,14 @@ class PairScheduler(NixlPullConnectorScheduler):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         facts = engine_facts(vllm_config, kv_cache_config, _compat.VLLM_VERSION)
         settings = settings_for(settings, facts.vllm_version)
-        self.extension = Extension(facts, settings, answered=_compat.ANSWERED, clock=clock)
+        self._observer = Observer(facts, settings)
+        self.extension = Extension(
+            facts,
+            settings,
+            answered=_compat.ANSWERED,
+            clock=clock,
+            recorder=self._observer.recorder,
+        )
         self._clock = clock
         self._fingerprint = engine_fingerprint(
             vllm_config,
@@ -189,6 +197,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._peers.close()
         if self._control is not None:
             self._control.close()
+        self._observer.close()
         super().shutdown()
 
     def stats(self) -> dict[str, float]:

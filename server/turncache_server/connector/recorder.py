@@ -8,7 +8,7 @@ events to the process in which the ghost lives
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from turncache.protocol import EngineHints
@@ -39,6 +39,7 @@ class Recorder:
     """Events of one engine. The engine thread calls everything but :meth:`drain`.
 
     Args:
+        on_first: called when the recording begins for the first time, on the engine thread.
         capacity: events to hold. When they are not taken fast enough, some are lost, and
             the ghost is told that it has missed something.
 
@@ -49,7 +50,10 @@ class Recorder:
         broken: why nothing is recorded any more, None while it is; set by who drains.
     """
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self, *, on_first: Callable[[], None] | None = None, capacity: int = CAPACITY
+    ) -> None:
+        self._on_first = on_first
         self.dropped = 0
         self.counters: Mapping[str, float] = {}
         self.gauges: Mapping[str, float] = {}
@@ -148,9 +152,7 @@ class Recorder:
             self._prefill_s += now_s - max(scheduled_at_s, self._processed_at_s)
         self._processed_at_s = now_s
 
-    def signalled(
-        self, session: str, kind: Signal, expect_s: float | None, now_s: float
-    ) -> None:
+    def signalled(self, session: str, kind: Signal, expect_s: float | None, now_s: float) -> None:
         """Write down what the world said about a session."""
         self._append(Signalled(now_s, session, kind, expect_s))
         self._changed = True
@@ -163,7 +165,11 @@ class Recorder:
     def forgotten(self, now_s: float) -> None:
         """Write down that what the cache holds is unknown: a reset, or a pause of recording."""
         self._local.clear()
+        self._num_hashes.clear()
         self._steps.clear()
+        begin, self._on_first = self._on_first, None
+        if begin is not None:
+            begin()
         self._append(Forgotten(now_s))
 
     def drain(self) -> list[Event]:

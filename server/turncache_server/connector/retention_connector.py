@@ -23,6 +23,7 @@ from turncache_server.connector import _compat
 from turncache_server.connector.config import engine_facts, parse_settings
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.metrics import Reporter, TurncacheMetrics, TurncacheStats
+from turncache_server.connector.observing import Observer
 from turncache_server.connector.service import Service, fleet_keys, open_control
 from turncache_server.connector.versions import settings_for
 from turncache_server.control.server import ControlServer
@@ -46,10 +47,13 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
         self._extension: Extension | None = None
         self._control: ControlServer | None = None
         self._reporter: Reporter | None = None
+        self._observer: Observer | None = None
         if role is KVConnectorRole.SCHEDULER:
             facts = engine_facts(vllm_config, kv_cache_config, _compat.VLLM_VERSION)
+            settings = settings_for(settings, facts.vllm_version)
+            self._observer = Observer(facts, settings)
             self._extension = Extension(
-                facts, settings_for(settings, facts.vllm_version), answered=_compat.ANSWERED
+                facts, settings, answered=_compat.ANSWERED, recorder=self._observer.recorder
             )
             self._reporter = Reporter(
                 self._extension.counters, self._extension.gauges, time.monotonic
@@ -156,9 +160,11 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
         return TurncacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Close the control socket."""
+        """Close the control socket, and end the ghost."""
         if self._control is not None:
             self._control.close()
+        if self._observer is not None:
+            self._observer.close()
 
     # --- worker side: nothing to do ----------------------------------------------------------
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from turncache_server.retention.events import (
@@ -31,7 +31,7 @@ from turncache_server.retention.events import (
     Ticked,
 )
 from turncache_server.retention.ghost_pool import Fate, GhostPool, Grant
-from turncache_server.retention.lru_pool import Holding, Lru, LruPool
+from turncache_server.retention.lru import Lru
 from turncache_server.retention.policy import policy_named
 from turncache_server.retention.values import Admission, Limits
 
@@ -146,9 +146,7 @@ class _Open:
     arrived: Arrived
     admission: Admission | None
     started: Started | None = None
-    stock: Holding | None = None
-    double: Holding | None = None
-    grant: Grant | None = None
+    grants: tuple[Grant, ...] = ()
     hits: _Hits = field(default_factory=_Hits)
 
 
@@ -166,13 +164,15 @@ class Ghost:
 
     def __init__(self, spec: GhostSpec) -> None:
         num_blocks = spec.limits.num_blocks
-        self.retention = GhostPool(spec.limits, policy_named(spec.policy))
+        policy = policy_named(spec.policy)
+        self.retention = GhostPool(spec.limits, policy)
         self.totals: Counter[str] = Counter()
         self.prefill: tuple[int, float] = (0, 0.0)
         self._spec = spec
-        # One block of the real pool is vLLM's null block.
-        self._stock = LruPool(num_blocks - 1)
-        self._double = LruPool(2 * num_blocks - 1)
+        # These two hear of no session, and so behave as vLLM's own pool.
+        self._stock = GhostPool(spec.limits, policy)
+        self._double = GhostPool(replace(spec.limits, num_blocks=2 * num_blocks), policy)
+        self._pools = self._stock, self._double, self.retention
         sizes = [spec.host_blocks(size) for size in spec.host_gb] if spec.block_bytes else []
         self._host = [Lru(size) for size in sizes]
         self._seen = Lru(max(SEEN_POOLS * num_blocks, 2 * max(sizes, default=0)))
@@ -230,11 +230,8 @@ class Ghost:
         hits.host = tuple(
             self._leading(hashes[:reusable], self._stock, tier) for tier in self._host
         )
-        call.stock = self._stock.start(hashes, num_blocks, reusable)
-        call.double = self._double.start(hashes, num_blocks, reusable)
-        call.grant = self.retention.start(hashes, num_blocks, reusable)
-        hits.stock, hits.double = call.stock.num_hits, call.double.num_hits
-        hits.retention = call.grant.num_hits
+        call.grants = tuple(pool.start(hashes, num_blocks, reusable) for pool in self._pools)
+        hits.stock, hits.double, hits.retention = (grant.num_hits for grant in call.grants)
         if hits.retention < hits.seen:
             hits.fate = self.retention.why_missing(hashes[hits.retention])
         answers = [self._seen.take_flag(chain_hash) for chain_hash in hashes[: hits.seen]]
@@ -242,7 +239,7 @@ class Ghost:
         self._seen.store(hashes)
 
     @staticmethod
-    def _leading(hashes: Sequence[bytes], *levels: Lru | LruPool) -> int:
+    def _leading(hashes: Sequence[bytes], *levels: Lru | GhostPool) -> int:
         for place, chain_hash in enumerate(hashes):
             if not any(chain_hash in level for level in levels):
                 return place
@@ -252,14 +249,13 @@ class Ghost:
         call = self._open.pop(event.request, None)
         if call is None:
             return None
-        if call.started is None or call.stock is None or call.double is None or call.grant is None:
+        if call.started is None:
             self.retention.abandon(None, call.admission, event.now_s)
             self.totals["calls_never_started"] += 1
             return None
         hashes = call.arrived.hashes + event.more_hashes
-        self._stock.end(call.stock, event.more_hashes, event.num_blocks, event.complete)
-        self._double.end(call.double, event.more_hashes, event.num_blocks, event.complete)
-        self.retention.end(call.grant, call.admission, hashes, event)
+        for pool, grant in zip(self._pools, call.grants, strict=True):
+            pool.end(grant, call.admission if pool is self.retention else None, hashes, event)
         complete = hashes[: event.complete]
         for tier in self._host:
             tier.store(complete)
@@ -349,19 +345,18 @@ class Ghost:
     def _forget(self, now_s: float) -> None:
         for request in list(self._open):
             self._give_up(request, now_s)
-        self.retention.clear()
-        self._stock.clear()
-        self._double.clear()
+        for pool in self._pools:
+            pool.clear()
         for tier in self._host:
             tier.clear()
         self.totals["forgotten"] += 1
 
     def _give_up(self, request: str, now_s: float) -> None:
         call = self._open.pop(request)
-        self.retention.abandon(call.grant, call.admission, now_s)
-        for pool, holding in ((self._stock, call.stock), (self._double, call.double)):
-            if holding is not None:
-                pool.end(holding, (), 0, 0)
+        if call.started is None:
+            self.retention.abandon(None, call.admission, now_s)
+        for pool, grant in zip(self._pools, call.grants, strict=False):
+            pool.abandon(grant, call.admission if pool is self.retention else None, now_s)
 
     def gauges(self) -> dict[str, float]:
         """Return the present state of the pool in mode ``on``."""

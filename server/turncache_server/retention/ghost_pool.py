@@ -95,6 +95,8 @@ class GhostPool:
         limits: bounds; of ``num_blocks``, one is vLLM's null block.
         policy: which lineage is worth most.
 
+    A pool that hears of no session behaves as vLLM's own.
+
     Attributes:
         table: the real lineage table.
         short_blocks: blocks that calls should have had and there was no room for.
@@ -119,6 +121,9 @@ class GhostPool:
         self._fates: OrderedDict[bytes, Fate] = OrderedDict()
         self._max_fates = FATES_POOLS * limits.num_blocks
         self._ranking_is_old = False
+
+    def __contains__(self, chain_hash: bytes) -> bool:
+        return chain_hash in self._cached
 
     @property
     def num_free(self) -> int:
@@ -292,8 +297,10 @@ class GhostPool:
         return None
 
     def _remember_fate(self, chain_hash: bytes, fate: Fate) -> None:
-        self._fates[chain_hash] = fate
-        self._fates.move_to_end(chain_hash)
+        # What nobody wanted is what everything else is taken for.
+        self._fates.pop(chain_hash, None)
+        if fate is not Fate.UNWANTED:
+            self._fates[chain_hash] = fate
         if len(self._fates) > self._max_fates:
             self._fates.popitem(last=False)
 

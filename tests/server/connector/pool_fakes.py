@@ -130,6 +130,11 @@ class FakePool:
         else:
             cache[key] = {held.block_id: held, block.block_id: block}
 
+    def first_with(self, chain_hash: bytes) -> FakeBlock | None:
+        """Return the block that a hit takes, as ``get_one_block`` does."""
+        held = self.cached_block_hash_to_block._cache.get(chain_hash + GROUP_SUFFIX)
+        return next(iter(held.values())) if isinstance(held, dict) else held
+
     def drop_hash(self, block: FakeBlock) -> None:
         """Take a block's hash away."""
         key, block.block_hash = block.block_hash, None
@@ -137,6 +142,8 @@ class FakePool:
         held = cache.get(key) if key is not None else None
         if isinstance(held, dict):
             held.pop(block.block_id, None)
+            if not held:
+                del cache[key]
         elif held is block and key is not None:
             del cache[key]
 
@@ -226,6 +233,7 @@ def step(
             **{r: count for r, (_, _, count) in new.items()},
             **{r: count for r, (_, _, count) in cached.items()},
         },
+        total_num_scheduled_tokens=sum(count for _, _, count in (*new.values(), *cached.values())),
         finished_req_ids=set(finished),
         has_sync_kv_loads=sync_loads,
     )

@@ -52,6 +52,9 @@ def test_every_setting_is_read() -> None:
         "peers": {"decode-0": "tcp://127.0.0.1:5801"},
         "trust_hints": True,
         "allow_untested_vllm": True,
+        "ghost_host_gb": [500, 80.5],
+        "trace_file": "/var/log/trace.jsonl",
+        "trace_file_mb": 4,
     }
     settings = parse_settings({"turncache": section, "kv_recompute_threshold": 0, "backends": []})
     assert settings == Settings(
@@ -70,6 +73,9 @@ def test_every_setting_is_read() -> None:
         peers={"decode-0": "tcp://127.0.0.1:5801"},
         trust_hints=True,
         allow_untested_vllm=True,
+        ghost_host_gb=(80.5, 500.0),
+        trace_file="/var/log/trace.jsonl",
+        trace_file_mb=4.0,
         recompute_threshold=0,
     )
     assert set(section) == {f for f in Settings.__slots__ if f != "recompute_threshold"}
@@ -126,6 +132,14 @@ REFUSED: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"peers": {"d": "tcp://d:1"}}, "turncache.peers.d", ("tcp://d:1", "tcp://127.0.0.1:")),
     ({"trust_hints": "yes"}, "turncache.trust_hints", ("'yes'", "true or false")),
     ({"allow_untested_vllm": 1}, "turncache.allow_untested_vllm", ("1", "true or false")),
+    ({"ghost_host_gb": 64}, "turncache.ghost_host_gb", ("64", "a list of at most 4 sizes")),
+    ({"ghost_host_gb": [0]}, "turncache.ghost_host_gb", ("[0]", "above 0")),
+    ({"ghost_host_gb": [True]}, "turncache.ghost_host_gb", ("[True]", "above 0")),
+    ({"ghost_host_gb": [1, 2, 3, 4, 5]}, "turncache.ghost_host_gb", ("at most 4",)),
+    ({"trace_file": "trace.jsonl"}, "turncache.trace_file", ("'trace.jsonl'", "absolute path")),
+    ({"trace_file": 7}, "turncache.trace_file", ("7", "absolute path")),
+    ({"trace_file_mb": 0.5}, "turncache.trace_file_mb", ("0.5", "from 1 to 1000")),
+    ({"trace_file_mb": 2000}, "turncache.trace_file_mb", ("2000", "from 1 to 1000")),
 ]
 
 
@@ -237,8 +251,15 @@ class SlidingWindowSpec(SimpleNamespace):
 
 def group(kind: type = FullAttentionSpec, **changes: Any) -> Any:
     """Return one KV cache group."""
-    base = {"block_size": 16, "sliding_window": None, "attention_chunk_size": None}
-    return SimpleNamespace(kv_cache_spec=kind(**{**base, **changes}))
+    base = {
+        "block_size": 16,
+        "sliding_window": None,
+        "attention_chunk_size": None,
+        "page_size_bytes": 65_536,
+    }
+    return SimpleNamespace(
+        kv_cache_spec=kind(**{**base, **changes}), layer_names=["layer.0", "layer.1"]
+    )
 
 
 def configs(groups: list[Any] | None = None, **changes: Any) -> tuple[Any, Any]:
@@ -280,6 +301,7 @@ def test_an_ordinary_engine_supports_everything() -> None:
     facts = engine_facts(*configs(), vllm_version="0.32.0")
     assert (facts.engine_id, facts.num_blocks, facts.block_size) == ("prefill-0", 100, 16)
     assert (facts.tp_size, facts.max_model_len, facts.hash_algo) == (2, 2048, "sha256")
+    assert facts.block_bytes == 2 * 2 * 65_536
     assert facts.unsupported == facts.unsupported_pull == facts.missing == ()
 
 

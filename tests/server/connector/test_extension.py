@@ -70,8 +70,9 @@ class Desk:
     def admit(self, call: Any, local_blocks: int = 0) -> list[FakeBlock]:
         """Let a request in: local hit, allocation, one step over its whole prompt."""
         held = [
-            self.pool.cached_block_hash_to_block._cache[h + bytes(4)]
-            for h in call.block_hashes[:local_blocks]
+            block
+            for chain_hash in call.block_hashes[:local_blocks]
+            if (block := self.pool.first_with(chain_hash)) is not None
         ]
         self.extension.looked_at(call, local_blocks * BLOCK_SIZE)
         self.pool.touch(held)
