@@ -12,6 +12,7 @@ import typer
 from turncache_tools.control import mode, stats
 from turncache_tools.doctor import doctor
 from turncache_tools.flags import flags
+from turncache_tools.report import report
 from turncache_tools.router_verb import router
 from turncache_tools.serve import serve
 from turncache_tools.shell import OK, PassingOn, Verbs, write
@@ -49,6 +50,7 @@ app.command(cls=PassingOn)(takes_stack(flags))
 app.command()(router)
 app.command()(mode)
 app.command()(stats)
+app.command()(report)
 app.command()(doctor)
 
 

@@ -53,7 +53,7 @@ SHIP_EVERY_S: Final = 0.1
 REPORT_EVERY_S: Final = 1.0
 #: How often the speed of prefill is written into the trace.
 SPEED_EVERY_S: Final = 60.0
-#: Bytes of a chain hash that are told apart here; shorter ones are taken whole.
+#: Bytes of a chain hash that are told apart here, its last ones.
 _HASH_BYTES: Final = 16
 
 _KINDS: Final[tuple[type[Any], ...]] = (
@@ -107,11 +107,11 @@ class GhostTask:
 def encode_event(event: Event) -> bytes:
     """Return an event as one frame; hashes are cut to what is told apart."""
     if isinstance(event, Arrived):
-        event = event._replace(hashes=tuple(each[:_HASH_BYTES] for each in event.hashes))
+        event = event._replace(hashes=tuple(each[-_HASH_BYTES:] for each in event.hashes))
     elif isinstance(event, Ended):
-        event = event._replace(more_hashes=tuple(each[:_HASH_BYTES] for each in event.more_hashes))
+        event = event._replace(more_hashes=tuple(each[-_HASH_BYTES:] for each in event.more_hashes))
     elif isinstance(event, TailVerified):
-        event = event._replace(tail_hash=event.tail_hash[:_HASH_BYTES])
+        event = event._replace(tail_hash=event.tail_hash[-_HASH_BYTES:])
     body = msgspec.msgpack.encode(event)
     return _LENGTH.pack(len(body), _NUMBERS[type(event)]) + body
 

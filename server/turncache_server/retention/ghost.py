@@ -319,6 +319,7 @@ class Ghost:
         totals["seen_tokens"] += call.seen
         totals["again_tokens"] += call.again
         totals["local_tokens"] += call.local
+        totals["local_seen_tokens"] += min(call.local, call.seen)
         totals["stock_local_tokens"] += call.stock
         totals["again_tokens_stock"] += max(0, call.seen - call.stock)
         totals["again_tokens_retention"] += max(0, call.seen - call.retention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 from turncache_tools.demo.compare import Verdict
@@ -11,36 +11,12 @@ from turncache_tools.demo.edited import LastAct
 from turncache_tools.demo.leftovers import Leftovers
 from turncache_tools.demo.rows import ARMS, Arm, CallRow, Scene, rows_of, ttft_by_call
 from turncache_tools.demo.sizes import BLOCK_SIZE
+from turncache_tools.figure import Figure
+
+__all__ = ["Earned", "Figure", "all_figures", "earned", "exact"]
 
 #: Least ratio of TTFT at the last call of the whole task, off over on.
 LEAST_RATIO: Final = {Scene.SINGLE: 4.0, Scene.PAIR: 5.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One number, and whether it is what it must be.
-
-    Attributes:
-        figure: its name.
-        unit: of value and baseline.
-        value: measured with the product.
-        baseline: the same without it, None where there is nothing to compare.
-        ratio: baseline over value where both are known and value is not 0.
-        limit: what the claim is held against, None for a number that only informs.
-        ok: the claim holds.
-    """
-
-    figure: str
-    unit: str
-    value: float
-    baseline: float | None = None
-    ratio: float | None = None
-    limit: float | None = None
-    ok: bool = True
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        return asdict(self)
 
 
 def _compared(name: str, unit: str, value: float, baseline: float) -> dict[str, Any]:

@@ -1,22 +1,16 @@
-"""The demo's result as one value, and as ``demo.json``. Pure.
-
-Version history of :data:`SCHEMA`:
-
-1. first version.
-"""
+"""The demo's result as one value, and as ``demo.json``. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
 from turncache_tools.demo.edited import LastAct
 from turncache_tools.demo.figures import Figure, earned, exact
 from turncache_tools.demo.rows import ARMS, Arm, CallRow, Scene, arm_name, rows_of, ttft_by_call
 from turncache_tools.demo.sizes import Sizes
-
-SCHEMA: Final = "turncache-figures/1"
+from turncache_tools.figure import SCHEMA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

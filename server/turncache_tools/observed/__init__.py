@@ -1,0 +1,1 @@
+"""``turncache report``: what the ghost has seen, as one page."""
