@@ -93,7 +93,8 @@ class ObservedCall:
         from_answers: found by the stock pool and last computed as part of an answer: what
             prefill would have to compute although decode has it.
         diverged_at: where the call left its session's chain, None if it did not.
-        rewritten: tokens behind that place that the session's last chain had as well.
+        rewritten: tokens behind that place that the session's last prompt had as well. Not
+            those of its last answer: many clients leave parts of it out.
         hashes: of its whole chain.
         prompt_hashes: how many of them are of the prompt.
         ended: what the caller asked for.
@@ -177,7 +178,8 @@ class Ghost:
         self._host = [Lru(size) for size in sizes]
         self._seen = Lru(max(SEEN_POOLS * num_blocks, 2 * max(sizes, default=0)))
         self._open: OrderedDict[str, _Open] = OrderedDict()
-        self._chain_length: OrderedDict[str, int] = OrderedDict()
+        # Full blocks of each session's last prompt.
+        self._prompt_length: OrderedDict[str, int] = OrderedDict()
         self._ranked_at_s = float("-inf")
 
     def take(self, event: Event) -> ObservedCall | None:
@@ -294,21 +296,21 @@ class Ghost:
             fate=hits.fate,
             from_answers=hits.from_answers * size,
             diverged_at=None if diverged is None else diverged * size,
-            rewritten=self._rewritten(arrived, diverged, len(hashes)) * size,
+            rewritten=self._rewritten(arrived, diverged) * size,
             hashes=hashes,
             prompt_hashes=len(arrived.hashes),
             ended=ended,
         )
 
-    def _rewritten(self, arrived: Arrived, diverged: int | None, length: int) -> int:
+    def _rewritten(self, arrived: Arrived, diverged: int | None) -> int:
         """Count blocks behind the place where a call left its session's chain."""
         if arrived.session is None:
             return 0
-        before = self._chain_length.pop(arrived.session, 0)
-        self._chain_length[arrived.session] = length
-        if len(self._chain_length) > self._spec.limits.max_sessions:
-            self._chain_length.popitem(last=False)
-        return 0 if diverged is None else max(0, min(before, len(arrived.hashes)) - diverged)
+        before = self._prompt_length.pop(arrived.session, 0)
+        self._prompt_length[arrived.session] = length = len(arrived.hashes)
+        if len(self._prompt_length) > self._spec.limits.max_sessions:
+            self._prompt_length.popitem(last=False)
+        return 0 if diverged is None else max(0, min(before, length) - diverged)
 
     def _count(self, call: ObservedCall) -> None:
         totals = self.totals

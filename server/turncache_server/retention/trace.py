@@ -109,7 +109,7 @@ class TraceCall:
         fate: why the pool in mode ``on`` lacks the first block that it lacks.
         from_answers: found by the stock pool and last computed as part of an answer.
         diverged_at: where it left its session's chain, None if it did not.
-        rewritten: behind that place, tokens that the session's last chain had as well.
+        rewritten: behind that place, tokens that the session's last prompt had as well.
         prompt_blocks: full blocks of its prompt.
         shared: leading blocks that an earlier line has.
         after: the last of these, empty for none.

@@ -20,8 +20,8 @@ class Breaker:
     Attributes:
         session: its hash.
         calls: its calls.
-        breaks: calls that left the session's chain before its end.
-        tokens: of these calls, behind the break, as many as the chain had.
+        breaks: calls that changed what the session's last prompt said.
+        tokens: of these calls, behind the change, as many as the last prompt had.
         worst_tokens: of the largest break.
         worst_at: where that one broke, in tokens from the start of the prompt.
         worst_prompt: length of that prompt.

@@ -135,6 +135,14 @@ def test_a_session_that_breaks_its_own_prefix_is_found() -> None:
     assert ghost.totals["rewritten_tokens"] == 6 * BLOCK
 
 
+def test_an_answer_that_the_client_leaves_out_breaks_nothing() -> None:
+    """Reasoning is stripped, answers are tokenised anew: the last prompt counts."""
+    ghost = Ghost(spec())
+    serve(ghost, "abcd", "efgh", session="s")
+    call = serve(ghost, "abcdXY", session="s")
+    assert (call.diverged_at, call.rewritten) == (4 * BLOCK, 0)
+
+
 def test_a_reset_forgets_what_blocks_hold_but_not_what_was_seen() -> None:
     """What is computed after it is computed again."""
     ghost = Ghost(spec())
