@@ -12,9 +12,10 @@ import typer
 
 from turncache.errors import UsageError
 from turncache_server.control.client import ControlClient
+from turncache_server.control.keys import FleetKeys
 from turncache_server.control.messages import Hello, HelloReply, Stats, StatsReply
 from turncache_server.retention.trace import Trace, read_trace
-from turncache_tools.control import TIMEOUT_S, control_addresses
+from turncache_tools.control import TIMEOUT_S, SecretFile, control_addresses, fleet_keys
 from turncache_tools.observed.page import page
 from turncache_tools.observed.remedies import Report, report_on
 from turncache_tools.observed.usage import Usage, of_counters, of_traces, total
@@ -43,6 +44,7 @@ def report(
         typer.Option(help="Prompt tokens per second of one accelerator, instead of measured."),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Also write one HTML page here.")] = None,
+    fleet_secret_file: SecretFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = TIMEOUT_S,
     as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
 ) -> None:
@@ -56,7 +58,9 @@ def report(
             raise UsageError(f"{text!r}: no such file; give a trace or a control socket")
     usages = _of_files(files)
     if addresses or not files:
-        usages += _of_engines(control_addresses(addresses), timeout_s=timeout)
+        keys = fleet_keys(fleet_secret_file)
+        engines = control_addresses(addresses, keyed=keys is not None)
+        usages += _of_engines(engines, keys, timeout_s=timeout)
     made = report_on(usages, total(usages), speed=prefill_speed)
     if html is not None:
         _write_page(html, made)
@@ -89,9 +93,11 @@ def _of_files(files: Sequence[Path]) -> list[Usage]:
     return usages
 
 
-def _of_engines(addresses: Sequence[str], *, timeout_s: float) -> list[Usage]:
+def _of_engines(
+    addresses: Sequence[str], keys: FleetKeys | None, *, timeout_s: float
+) -> list[Usage]:
     usages = []
-    with closing(ControlClient()) as client:
+    with closing(ControlClient(keys)) as client:
         for address in addresses:
             hello = client.ask(address, Hello(), HelloReply, timeout_s=timeout_s)
             stats = client.ask(address, Stats(), StatsReply, timeout_s=timeout_s)

@@ -11,6 +11,7 @@ from typing import Final
 
 from turncache.protocol import Mode, Reason
 from turncache_server.control.messages import DROP_CODES, INCOMPATIBLE_CODES
+from turncache_server.retention.ghost_pool import Fate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,23 @@ COUNTER_METRICS: Final = (
         good="stands still",
         label="why",
         keys={code: f"peer_hellos_refused_{code}" for code in INCOMPATIBLE_CODES},
+    ),
+    Metric(
+        name="turncache_computed_again_tokens",
+        text="In mode observe: prompt tokens computed again, really and in the ghost's pools.",
+        good="real near 0; one pool far below stock shows a remedy",
+        label="pool",
+        keys={
+            "real": "observed_again_tokens",
+            **{name: f"observed_again_tokens_{name}" for name in ("stock", "retention", "double")},
+        },
+    ),
+    Metric(
+        name="turncache_unkept_tokens",
+        text="In mode observe: what retention would not have had, by why.",
+        good="0; over_budget and expired are settings, evicted is the pool's size",
+        label="fate",
+        keys={fate.value: f"observed_unkept_tokens_{fate.value}" for fate in Fate},
     ),
 )
 GAUGE_METRICS: Final = (
