@@ -39,6 +39,7 @@ def report(
             "mode observe: tcp://127.0.0.1:5800, 127.0.0.1:5800 or 5800.",
         ),
     ],
+    *,
     prefill_speed: Annotated[
         float | None,
         typer.Option(help="Prompt tokens per second of one accelerator, instead of measured."),

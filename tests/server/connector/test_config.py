@@ -174,8 +174,14 @@ def test_the_readme_lists_every_setting_with_its_default() -> None:
         if item.name in ("recompute_threshold", "peers", "pull_timeout_s"):
             continue
         default = item.default
+        if isinstance(default, tuple):
+            default = [int(size) for size in default]
         text = (
-            shown.get(default, str(default)) if not isinstance(default, float) else f"{default:g}"
+            str(default)
+            if isinstance(default, list)
+            else shown.get(default, str(default))
+            if not isinstance(default, float)
+            else f"{default:g}"
         )
         assert rows[item.name] == text, item.name
     assert (rows["peers"], rows["pull_timeout_s"]) == ("none", "auto")
