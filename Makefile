@@ -63,9 +63,8 @@ test-foreign: setup ## the client inside other frameworks, in environments of th
 test: lint test-fast test-openai test-foreign test-scheduler test-engine ## everything that CI runs
 
 .PHONY: perf-engine
-perf-engine: setup-engine ## time the free queue against vLLM's own, and what observing costs
+perf-engine: setup-engine ## time the free queue against vLLM's own
 	@$(ENGINE) tests/perf/bench_free_queue.py
-	@$(ENGINE) -m tests.perf.bench_observe
 
 .PHONY: perf-client
 perf-client: setup ## time the client against the stock one
