@@ -524,7 +524,7 @@ class Extension:
 
     def _apply(self, effect: Effect) -> None:
         if self._queue is not None and effect.changed:
-            self._queue.reclassify(effect.changed)
+            self._queue.reclassify(effect.changed, effect.dead)
             self._ranked_at_s = float("-inf")
 
     # --- for the control thread: reads only ---------------------------------------------------

@@ -216,13 +216,7 @@ class FreeQueue:
         if self._retaining and self._board.num_wanted:
             self._append_classified(blocks)
             return
-        last = self._tail.prev_free_block
-        for block in blocks:
-            block.prev_free_block = last
-            last.next_free_block = block
-            last = block
-        last.next_free_block = self._tail
-        self._tail.prev_free_block = last
+        self._link_back(blocks)
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: list[Any]) -> None:
@@ -299,11 +293,18 @@ class FreeQueue:
         """Whether a block is free and retained."""
         return self.is_free(block_id) and self._blocks[block_id].next_free_block is None
 
-    def reclassify(self, block_ids: Iterable[int]) -> None:
+    def reclassify(self, block_ids: Iterable[int], dead: Iterable[int] = ()) -> None:
         """Move free blocks to the class that the table gives them; others are ignored.
 
-        What is no longer wanted goes to the front of ordinary, in the order in which it
-        would have gone: it is the oldest. What is wanted goes to its keeper's shelf.
+        What is wanted goes to its keeper's shelf. What is no longer wanted goes to the end of
+        ordinary, in the order in which it would have gone, as if it had been used just now:
+        its time was over or its budget, and it may come back all the same. At the front it
+        would go before everything that is older, and an agent would be worse off than
+        without us. Only what nobody will ask for again goes to the front.
+
+        Args:
+            block_ids: blocks whose class may have changed.
+            dead: those of them without a future.
         """
         wanted_at, epoch = self._board.epoch, self._epoch
         unwanted: dict[int, Any] = {}
@@ -323,11 +324,14 @@ class FreeQueue:
                 self.num_free_blocks += 1
                 self.num_retained += 1
         if unwanted:
-            demoted = self._shelves.in_order(unwanted.values())
-            for block in demoted:
-                self._shelves.take(block)
-            self._link_front(demoted)
-            self.num_retained -= len(demoted)
+            self._demote(self._shelves.in_order(unwanted.values()), frozenset(dead))
+
+    def _demote(self, blocks: list[Any], dead: frozenset[int]) -> None:
+        for block in blocks:
+            self._shelves.take(block)
+        self.num_retained -= len(blocks)
+        self._link_front([block for block in blocks if block.block_id in dead])
+        self._link_back([block for block in blocks if block.block_id not in dead])
 
     def promote(self, block_id: int, epoch: int) -> None:
         """Move a block to the valuable end of its shelf, if retained at that epoch."""
@@ -449,6 +453,15 @@ class FreeQueue:
             last = block
         last.next_free_block = first
         first.prev_free_block = last
+
+    def _link_back(self, blocks: list[Any]) -> None:
+        last = self._tail.prev_free_block
+        for block in blocks:
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        last.next_free_block = self._tail
+        self._tail.prev_free_block = last
 
     def _learn(self, blocks: Iterable[Any]) -> None:
         for block in blocks:

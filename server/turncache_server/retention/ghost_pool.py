@@ -319,7 +319,7 @@ class GhostPool:
         if not effect.changed:
             return
         self._note_fates(effect.changed, fate)
-        self._queue.reclassify(effect.changed)
+        self._queue.reclassify(effect.changed, effect.dead)
         self._ranking_is_old = True
 
     def _note_fates(self, changed: Iterable[int], fate: Fate) -> None:

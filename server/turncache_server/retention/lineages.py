@@ -31,7 +31,7 @@ from turncache_server.retention.deadlines import Deadlines
 from turncache_server.retention.handovers import Handovers
 from turncache_server.retention.policy import Policy
 from turncache_server.retention.ranking import least_valuable_first
-from turncache_server.retention.registry import Registry, longest, superseded
+from turncache_server.retention.registry import Registry, continues, longest, superseded
 from turncache_server.retention.sessions import Lineage, Session
 from turncache_server.retention.values import (
     Admission,
@@ -77,6 +77,7 @@ class _Change:
     """An effect in the making."""
 
     blocks: list[int] = field(default_factory=list)
+    dead: list[int] = field(default_factory=list)
     clipped: list[str] = field(default_factory=list)
     clipped_blocks: int = 0
     superseded: bool = False
@@ -146,6 +147,8 @@ class LineageTable:
             self._registry.use(continued)
         number = self._registry.number()
         record.in_flight[number] = now_s
+        if continued is not None and continues(known, continued):
+            record.continuing[number] = continued
         self._forget_sessions(keep=record)
         return Admission(
             session=session,
@@ -188,7 +191,7 @@ class LineageTable:
         change = _Change()
         record = self._registry.in_generation(admission.session, admission.generation)
         if record is not None:
-            record.in_flight.pop(admission.number, None)
+            record.ended(admission.number)
             if final:
                 self._close(record, change)
             else:
@@ -200,10 +203,14 @@ class LineageTable:
                     lineage.finished_at_s = now_s
                     lineage.hinted_at_s = None if expect_s is None else now_s + expect_s
                     lineage.retain_s = self._granted_s(retain_s, expect_s, change)
+                    start = len(change.blocks)
                     self._retain(lineage, chain, change)
                     # Only now: what both chains use stays wanted throughout.
                     for each in replaced:
                         self._drop_lineage(each, change)
+                    if lineage.retain_s:
+                        # What only the superseded chains used has no future.
+                        change.dead += change.blocks[start:]
                     self._forget_sessions(keep=record)
                 self._rest(record)
         if handover and chain and self._limits.handover_s > 0:
@@ -218,7 +225,7 @@ class LineageTable:
         """
         record = self._registry.in_generation(admission.session, admission.generation)
         if record is not None:
-            record.in_flight.pop(admission.number, None)
+            record.ended(admission.number)
             latest = record.latest()
             if latest is not None:
                 latest.retain_until_s = max(latest.retain_until_s, now_s + latest.retain_s)
@@ -284,6 +291,7 @@ class LineageTable:
             self._drop_lineage(self._registry.lineages[number], change)
         for record in self._registry.sessions.values():
             record.in_flight.clear()
+            record.continuing.clear()
             self.board.drop_all(record.lineages.values(), change.blocks)
         return self._effect(change)
 
@@ -403,7 +411,9 @@ class LineageTable:
             self._handovers.remove(lineage.number)
 
     def _close(self, record: Session, change: _Change) -> None:
+        start = len(change.blocks)
         self._remove_session(record, change)
+        change.dead += change.blocks[start:]
         self._totals.finals += 1
 
     def _remove_session(self, record: Session, change: _Change) -> None:
@@ -440,7 +450,7 @@ class LineageTable:
         for number, admitted_at_s in list(record.in_flight.items()):
             # Nobody ended it: the call is lost, and must not keep its session for ever.
             if admitted_at_s + longest_s <= now_s:
-                del record.in_flight[number]
+                record.ended(number)
         return max(record.in_flight.values()) + longest_s if record.in_flight else None
 
     def _settle(self, change: _Change, now_s: float) -> Effect:
@@ -458,6 +468,7 @@ class LineageTable:
         owed, self._owed = self._owed, []
         return Effect(
             changed=(*owed, *change.blocks),
+            dead=tuple(change.dead),
             clipped="; ".join(change.clipped) or None,
             clipped_blocks=change.clipped_blocks,
             superseded=change.superseded,

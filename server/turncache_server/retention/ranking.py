@@ -13,7 +13,7 @@ def least_valuable_first(
 ) -> list[Lineage]:
     """Order lineages by value, the next victim first.
 
-    Sessions with a call in flight come after all that wait, hand-overs after both. Within
+    Lineages that a call in flight continues come after all others, hand-overs after both. Within
     these, the policy decides, and the earlier use where it sees no difference. Priorities
     exchange places within a tenant only: nobody gains against another tenant by asking.
     """

@@ -112,6 +112,11 @@ def longest(lineages: Iterable[Lineage], hashes: Sequence[bytes]) -> tuple[int, 
     return shared, continued
 
 
+def continues(num_shared: int, lineage: Lineage) -> bool:
+    """Say whether a chain that shares so many blocks with a lineage continues it."""
+    return num_shared * 10 >= len(lineage.known) * SUPERSEDE_TENTHS
+
+
 def superseded(
     lineages: Iterable[Lineage], hashes: Sequence[bytes], *, compaction: bool
 ) -> list[Lineage]:
@@ -123,9 +128,7 @@ def superseded(
     shares = [(common_prefix(lineage.known, hashes), lineage) for lineage in lineages]
     # Stable, so of equals the latest is last.
     shares.sort(key=lambda each: each[0])
-    out = [
-        lineage for share, lineage in shares if share * 10 >= len(lineage.known) * SUPERSEDE_TENTHS
-    ]
+    out = [lineage for share, lineage in shares if continues(share, lineage)]
     if compaction and shares and shares[-1][1] not in out:
         out.append(shares[-1][1])
     return out

@@ -23,6 +23,7 @@ class Session:
         generation: unique over all sessions; a call of another generation has no say.
         lineages: by number, least recently used first.
         in_flight: admission number to the time of admission.
+        continuing: admission number to the lineage that the call continues.
         late: late returns in a row.
         compaction_announced: the next finished call supersedes what it continues.
     """
@@ -31,6 +32,7 @@ class Session:
     generation: int
     lineages: dict[int, Lineage] = field(default_factory=dict)
     in_flight: dict[int, float] = field(default_factory=dict)
+    continuing: dict[int, Lineage] = field(default_factory=dict)
     late: int = 0
     compaction_announced: bool = False
 
@@ -42,6 +44,11 @@ class Session:
     def latest(self) -> Lineage | None:
         """Return the most recently used lineage."""
         return next(reversed(self.lineages.values()), None)
+
+    def ended(self, number: int) -> None:
+        """Note that a call is not in flight any more."""
+        self.in_flight.pop(number, None)
+        self.continuing.pop(number, None)
 
     def score(self, ratio: float) -> None:
         """Judge an expectation by the wait that came true, in multiples of it."""
@@ -87,8 +94,12 @@ class Lineage:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a call of its session is being served."""
-        return self.session is not None and bool(self.session.in_flight)
+        """Whether a call that continues it is being served.
+
+        Another call of its session says nothing about it: an agent that hands work to others
+        has calls in flight nearly always, and chains that nobody continues.
+        """
+        return self.session is not None and self in self.session.continuing.values()
 
     @property
     def expected_at_s(self) -> float | None:

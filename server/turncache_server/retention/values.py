@@ -94,12 +94,15 @@ class Effect:
 
     Attributes:
         changed: blocks whose class may have changed; unwanted ones tail first.
+        dead: those among them that nobody will ask for again if they are unwanted now: of a
+            chain that was superseded, or of a session that has ended.
         clipped: what was cut to what, in words; None when nothing was.
         clipped_blocks: blocks given up because a budget did not hold.
         superseded: a chain was superseded.
     """
 
     changed: tuple[int, ...] = ()
+    dead: tuple[int, ...] = ()
     clipped: str | None = None
     clipped_blocks: int = 0
     superseded: bool = False

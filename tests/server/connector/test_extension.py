@@ -154,12 +154,13 @@ def test_retained_blocks_can_always_be_had(desk: Desk) -> None:
 
 
 def test_time_makes_a_session_ordinary_again(desk: Desk) -> None:
-    """After its retention a session is the next to go."""
+    """After its retention a session is what it would be without us: the latest one used."""
     kept = desk.call(num_blocks=4, retain_s=10)
     desk.now_s += 11
     desk.extension.step_scheduled(step())
     desk.extension.step_processed()
-    assert desk.flood(4) == kept[::-1]
+    assert desk.extension.gauges()["retained_blocks"] == 0
+    assert desk.flood(NUM_BLOCKS - 1)[-4:] == kept[::-1]
 
 
 @pytest.mark.parametrize("status", ["aborted", "errored"])

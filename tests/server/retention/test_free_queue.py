@@ -10,7 +10,7 @@ from tests.fakes.blocks import Block, StockQueue
 from tests.server.retention.support import admit, finish, hashes, table
 from turncache_server.retention.free_queue import FreeQueue
 from turncache_server.retention.ledger import Ledger
-from turncache_server.retention.lineages import ChainBlock, LineageTable
+from turncache_server.retention.lineages import ChainBlock, LineageTable, Signal
 
 
 @dataclass
@@ -134,12 +134,33 @@ def test_handing_out_raises_the_epoch_of_every_block(pool: Pool) -> None:
         assert (epoch > before[block_id]) == (block_id in popped)
 
 
-def test_unwanted_blocks_go_to_the_front_in_their_order(pool: Pool) -> None:
-    """They are the oldest, and must not live a second life at others' expense."""
+def test_blocks_whose_time_is_over_are_as_if_just_used(pool: Pool) -> None:
+    """Their session may come back all the same: nothing that is older outlives them."""
     pool.serve("s", "abc", pool.pop(3))
-    pool.queue.reclassify(pool.table.expire(1e6).changed)
-    assert pool.order() == [3, 2, 1, 4, 5, 6, 7, 8, 9]
+    effect = pool.table.expire(1e6)
+    pool.queue.reclassify(effect.changed, effect.dead)
+    assert pool.order() == [4, 5, 6, 7, 8, 9, 3, 2, 1]
     assert pool.queue.num_retained == 0
+
+
+@pytest.mark.parametrize("how", ["superseded", "final"])
+def test_blocks_without_a_future_go_first_in_their_order(pool: Pool, how: str) -> None:
+    """What only a superseded chain used, and what a session that has ended leaves behind."""
+    pool.serve("s", "abcdefghi", pool.pop(9))
+    if how == "final":
+        effect = pool.table.signal("s", Signal.FINAL, expect_s=None, now_s=1)
+        expected = [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    else:
+        admission = admit(pool.table, "s", "abcdefgh")
+        kept = [
+            ChainBlock(i, pool.ledger.epoch[i], h)
+            for i, h in zip(range(1, 9), hashes("abcdefgh"), strict=True)
+        ]
+        effect = finish(pool.table, admission, kept, compaction=True)
+        expected = [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    pool.queue.reclassify(effect.changed, effect.dead)
+    assert pool.order() == expected
+    assert pool.queue.num_retained == (0 if how == "final" else 8)
 
 
 def test_a_free_block_that_becomes_wanted_leaves_the_ordinary_list(pool: Pool) -> None:
@@ -248,7 +269,7 @@ def test_a_reset_leaves_nothing_retained(pool: Pool) -> None:
     pool.ledger.reset()
     pool.queue.reclassify(pool.table.clear().changed)
     assert pool.queue.num_retained == 0
-    assert pool.order() == [3, 2, 1, 4, 5, 6, 7, 8, 9]
+    assert pool.order() == [4, 5, 6, 7, 8, 9, 3, 2, 1]
 
 
 def test_before_choice_runs_before_a_choice_and_nowhere_else() -> None:
@@ -278,7 +299,8 @@ def test_before_choice_may_change_the_classes(pool: Pool) -> None:
     blocks = pool.blocks
 
     def forget() -> None:
-        queue.reclassify(pool.table.expire(1e6).changed)
+        effect = pool.table.signal("s", Signal.FINAL, expect_s=None, now_s=1)
+        queue.reclassify(effect.changed, effect.dead)
 
     queue = FreeQueue.adopt(
         StockQueue(pool.queue.popleft_n(9)),

@@ -137,13 +137,19 @@ class QueueMachine(RuleBasedStateMachine):
 
     def apply(self, effect: Effect) -> None:
         """Reclassify as the shell does, and follow it in the model."""
-        self.queue.reclassify(effect.changed)
+        self.queue.reclassify(effect.changed, effect.dead)
         demoted = {b for b in self.retained if not self.is_wanted(b)}
+        dead = demoted & set(effect.dead)
         kept = {b for b in self.ordinary if self.is_wanted(b)}
         self.retained = (self.retained - demoted) | kept
-        front = [block.block_id for block in self.queue.get_all_free_blocks()][: len(demoted)]
-        assert set(front) == demoted
-        self.ordinary = [*front, *(b for b in self.ordinary if b not in kept)]
+        order = [block.block_id for block in self.queue.get_all_free_blocks()]
+        front = order[: len(dead)]
+        assert set(front) == dead
+        others = [b for b in self.ordinary if b not in kept]
+        end = len(front) + len(others)
+        back = order[end : end + len(demoted) - len(dead)]
+        assert set(back) == demoted - dead
+        self.ordinary = [*front, *others, *back]
         self.rank()
 
     def rank(self) -> None:
