@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import langchain_openai
-import openai
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelFallbackMiddleware, SummarizationMiddleware
@@ -28,8 +26,8 @@ from tests.integrations.support import (
     stock_model,
     thread_id_of,
 )
-from tests.sdk.support import COMPLETION, HTTPX, Recorder
 from turncache.langgraph import TurncacheMiddleware, graph_session, thread_session
+from turncache.notices import NOTIFIER
 from turncache.protocol import parse_tools
 from turncache.sessions import TOOL_DURATIONS
 from turncache.testing import Failure, FakeServer, Reply
@@ -150,40 +148,11 @@ def test_end_tells_the_server_that_nothing_follows(server: FakeServer, run: Run,
         graph.invoke(HELLO, config())
     else:
         run(graph.ainvoke(HELLO, config()))
+    assert NOTIFIER.flush(5)
     assert session_ids(server.requests) == [thread_id_of()] * 3
     notice = server.requests[-1]
     assert (notice.path, notice.body) == ("/v1/sessions", {"notice": "final"})
     assert len(thread_session("t1").calls) == 2, "a notice is no call"
-
-
-def test_an_end_that_fails_takes_nothing_away() -> None:
-    """The notice is best effort: it is tried once, and the run's result is there without it."""
-
-    def answer(request: Any) -> Any:
-        if request.url.path == "/v1/sessions":
-            return HTTPX.Response(500)
-        return HTTPX.Response(200, json=COMPLETION, headers={"Turncache": "v=1"})
-
-    recorder = Recorder(answer)
-    model = langchain_openai.ChatOpenAI(
-        model="m",
-        base_url="http://127.0.0.1:9/v1",
-        api_key="-",  # type: ignore[arg-type]
-        http_client=openai.DefaultHttpxClient(transport=HTTPX.MockTransport(recorder.handle)),
-    )
-    graph = agent(model, [], middleware=[TurncacheMiddleware(end=True)])
-    result = graph.invoke(HELLO, config())
-    assert result["messages"][-1].content == "fine"
-    paths = [request.url.path for request in recorder.requests]
-    assert paths == ["/v1/chat/completions", "/v1/sessions"]
-
-
-def test_a_server_that_does_not_listen_gets_no_notice(server: FakeServer) -> None:
-    """A server without a ``Turncache`` header on its answers gets no extra request."""
-    server.script(Reply(headers={"Turncache": None, "Turncache-Outcome": None}))
-    graph = agent(stock_model(server), [], middleware=[TurncacheMiddleware(end=True)])
-    graph.invoke(HELLO, config())
-    assert len(server.requests) == 1
 
 
 def test_only_ending_adds_a_node(server: FakeServer) -> None:

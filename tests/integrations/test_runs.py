@@ -34,11 +34,13 @@ from tests.integrations.support import (
     lookup,
     loop_graph,
     our_model,
+    said,
     session_ids,
     stock_model,
     thread_id_of,
 )
 from turncache.langgraph import ChatOpenAI, TurncacheMiddleware, session_node, thread_session
+from turncache.notices import NOTIFIER
 from turncache.testing import FakeServer, Reply, forget_everything
 
 LOOP = [(1, 1, "user"), (1, 2, "tool")]
@@ -93,6 +95,43 @@ def test_an_interrupted_node_makes_the_same_call_when_it_resumes(server: FakeSer
     assert at(server) == [LOOP[0]] * 2
     assert thread_session("t1").calls[0].boundary == "user", "the wait was announced"
     assert thread_session("t1").advice == ()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_interrupt_of_hours_is_announced(server: FakeServer, run: Run, mode: str) -> None:
+    """A node that knows how long its person takes tells the server when it interrupts."""
+    model = our_model(server)
+
+    @session_node(person_s=600)
+    def node(state: Any) -> Any:
+        answer = model.invoke(state["messages"])
+        interrupt("well?")
+        return {"messages": [answer]}
+
+    @session_node(person_s=600)
+    async def anode(state: Any) -> Any:
+        answer = await model.ainvoke(state["messages"])
+        interrupt("well?")
+        return {"messages": [answer]}
+
+    if mode == "sync":
+        graph = one_node(node)
+        graph.invoke(HELLO, config())
+        assert NOTIFIER.flush(5)
+        graph.invoke(Command(resume="yes"), config())
+    else:
+        graph = one_node(anode)
+
+        async def drive() -> None:
+            await graph.ainvoke(HELLO, config())
+            await asyncio.gather(*NOTIFIER._tasks)
+            await graph.ainvoke(Command(resume="yes"), config())
+
+        run(drive())
+    call, notice, again = server.requests
+    assert session_ids([call, notice, again]) == [thread_id_of()] * 3
+    assert (notice.path, notice.body) == ("/v1/sessions", {"notice": "wait", "expect_s": 600})
+    assert said(call) == said(again) == LOOP[0]
 
 
 def test_a_tool_that_a_person_approves(server: FakeServer) -> None:

@@ -89,13 +89,6 @@ def tagged(model: Any) -> Any:
     return model
 
 
-def innermost(model: Any) -> Any:
-    """Return the model inside what ``bind``, ``with_retry`` and ``with_fallbacks`` return."""
-    while isinstance(model, (RunnableBindingBase, RunnableWithFallbacks)):
-        model = model.bound if isinstance(model, RunnableBindingBase) else model.runnable
-    return model
-
-
 def _ours(client: Any) -> Any:
     """Return our client on the connections of ``client``, or None when it is neither's."""
     if isinstance(client, Bound):

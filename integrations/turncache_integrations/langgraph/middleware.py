@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, Self, cast
 
@@ -10,10 +9,8 @@ from langchain.agents.middleware import AgentMiddleware, ModelRequest
 from langchain.agents.middleware.types import ModelCallResult
 from langgraph.runtime import Runtime
 
-from turncache import Session
 from turncache_integrations.langgraph.ambient import graph_session
-from turncache_integrations.langgraph.clients import innermost, tagged
-from turncache_integrations.langgraph.ending import aend, end
+from turncache_integrations.langgraph.clients import tagged
 
 
 class TurncacheMiddleware(AgentMiddleware[Any, Any, Any]):
@@ -28,6 +25,9 @@ class TurncacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     The state, the nodes and the events of the graph are those of the agent without it; with
     ``end=True`` there is one node more.
+
+    Attributes:
+        ends: whether a session ends with each run.
     """
 
     def __new__(cls, *, end: bool = False) -> Self:
@@ -40,13 +40,11 @@ class TurncacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
         Args:
             end: say after each run that nothing follows, so that the server keeps nothing
-                of it: for threads that are run once. It costs a request after the run, to
-                servers that answer with a ``Turncache`` header. Without it the answer says
-                that a user wait begins.
+                of it (:meth:`turncache.Session.end`): for threads that are run once.
+                Without it the answer says that a user wait begins.
         """
         super().__init__()
-        self._ends = end
-        self._models: weakref.WeakKeyDictionary[Session, Any] = weakref.WeakKeyDictionary()
+        self.ends = end
 
     def wrap_model_call(
         self,
@@ -54,7 +52,7 @@ class TurncacheMiddleware(AgentMiddleware[Any, Any, Any]):
         handler: Callable[[ModelRequest[Any]], ModelCallResult[Any]],
     ) -> ModelCallResult[Any]:
         """Make the call with our client in the model."""
-        return handler(self._with_our_model(request))
+        return handler(_with_our_model(request))
 
     async def awrap_model_call(
         self,
@@ -62,13 +60,7 @@ class TurncacheMiddleware(AgentMiddleware[Any, Any, Any]):
         handler: Callable[[ModelRequest[Any]], Awaitable[ModelCallResult[Any]]],
     ) -> ModelCallResult[Any]:
         """Make the call with our client in the model."""
-        return await handler(self._with_our_model(request))
-
-    def _with_our_model(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        model = tagged(request.model)
-        if self._ends and (session := graph_session()) is not None:
-            self._models[session] = innermost(model)
-        return request if model is request.model else request.override(model=model)
+        return await handler(_with_our_model(request))
 
 
 class _Ending(TurncacheMiddleware):
@@ -82,9 +74,14 @@ class _Ending(TurncacheMiddleware):
     def after_agent(self, state: Any, runtime: Runtime[Any]) -> None:  # noqa: ARG002 - LangChain's
         """End the session."""
         if (session := graph_session()) is not None:
-            end(session, self._models.pop(session, None))
+            session.end()
 
     async def aafter_agent(self, state: Any, runtime: Runtime[Any]) -> None:  # noqa: ARG002
         """End the session."""
         if (session := graph_session()) is not None:
-            await aend(session, self._models.pop(session, None))
+            await session.aend()
+
+
+def _with_our_model(request: ModelRequest[Any]) -> ModelRequest[Any]:
+    model = tagged(request.model)
+    return request if model is request.model else request.override(model=model)

@@ -6,10 +6,10 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 from langchain_core.runnables import Runnable
+from langgraph.errors import GraphInterrupt
 
 import turncache
 from turncache import Session
@@ -27,14 +27,27 @@ Chosen = Session | str | Callable[[Any], Session | str]
 def session_node(node: Node, /) -> Node: ...
 @overload
 def session_node(
-    node: Node, /, *, session: Chosen | None = None, scope: Scope = "thread"
+    node: Node,
+    /,
+    *,
+    session: Chosen | None = None,
+    scope: Scope = "thread",
+    person_s: float | None = None,
 ) -> Node: ...
 @overload
 def session_node(
-    *, session: Chosen | None = None, scope: Scope = "thread"
+    *,
+    session: Chosen | None = None,
+    scope: Scope = "thread",
+    person_s: float | None = None,
 ) -> Callable[[Node], Node]: ...
 def session_node(
-    node: Any = None, /, *, session: Chosen | None = None, scope: Scope = "thread"
+    node: Any = None,
+    /,
+    *,
+    session: Chosen | None = None,
+    scope: Scope = "thread",
+    person_s: float | None = None,
 ) -> Any:
     """Return a node that runs in its graph's session: as a decorator, or around any node.
 
@@ -47,21 +60,33 @@ def session_node(
             (``Command``, ``Send``) is unchanged.
         session: instead of the graph's: a session, an id, or a function of the state.
         scope: as of :func:`graph_session`.
+        person_s: seconds that a person is expected to take when the node interrupts: told
+            to the server then (:meth:`turncache.Session.wait`).
 
     Raises:
         UsageError: when ``node`` is a Runnable or a generator function.
     """
     if node is None:
-        return functools.partial(session_node, session=session, scope=scope)
+        return functools.partial(session_node, session=session, scope=scope, person_s=person_s)
     _check(node)
 
     async def in_session_async(*args: Any, **kwargs: Any) -> Any:
-        with _chosen(session, scope, args, kwargs):
-            return await node(*args, **kwargs)
+        chosen = _chosen(session, scope, args, kwargs)
+        with chosen or contextlib.nullcontext():
+            try:
+                return await node(*args, **kwargs)
+            except GraphInterrupt:
+                _announce(chosen, person_s)
+                raise
 
     def in_session(*args: Any, **kwargs: Any) -> Any:
-        with _chosen(session, scope, args, kwargs):
-            return node(*args, **kwargs)
+        chosen = _chosen(session, scope, args, kwargs)
+        with chosen or contextlib.nullcontext():
+            try:
+                return node(*args, **kwargs)
+            except GraphInterrupt:
+                _announce(chosen, person_s)
+                raise
 
     wrapper: Any = in_session_async if _is_async(node) else in_session
     function = node if hasattr(node, "__name__") else _named(node)
@@ -72,12 +97,18 @@ def session_node(
 
 def _chosen(
     chosen: Chosen | None, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> AbstractContextManager[Any]:
+) -> Session | None:
     if chosen is None:
-        return graph_session(scope) or contextlib.nullcontext()
+        return graph_session(scope)
     if callable(chosen):
         chosen = chosen(args[0] if args else next(iter(kwargs.values())))
     return chosen if isinstance(chosen, Session) else turncache.session(chosen)
+
+
+def _announce(session: Session | None, person_s: float | None) -> None:
+    """Tell the server that a person is asked, when the caller said how long that takes."""
+    if session is not None and person_s is not None:
+        session.wait(expected_s=person_s)
 
 
 def _check(node: Any) -> None:
