@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from turncache.errors import EngineFault
@@ -24,6 +25,11 @@ from turncache_tools.demo.edited import Returning
 from turncache_tools.demo.sizes import Sizes
 
 MODEL: Final = "smollm2"
+#: The pool holds one session and little more, so that session may have all of it. And what
+#: can come back does: by default the last 64 tokens are left to be computed.
+_SETTINGS: Final = MappingProxyType(
+    {"retain_budget": 1.0, "tenant_budget": 1.0, "kv_recompute_threshold": 0}
+)
 _ASK_TIMEOUT_S: Final = 5.0
 _SETTLE_S: Final = 5.0
 #: The router asks its engines for their mode at every health check.
@@ -193,8 +199,7 @@ def stack_spec(engines: Engines, sizes: Sizes, *, python: str, log_dir: Path) ->
         max_model_len=sizes.max_model_len,
         num_blocks=dict.fromkeys(sides, sizes.num_blocks),
         engine_args=("--max-num-seqs", "8"),
-        # The pool holds one session and little more, so that session may have all of it.
-        settings={"retain_budget": 1.0, "tenant_budget": 1.0} if ours else {},
+        settings=_SETTINGS if ours else {},
         router_settings={"admin": True} if ours else {},
         # The agent waits for every answer: prefill and decode never work at the same time.
         share_cores=True,
