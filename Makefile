@@ -41,7 +41,8 @@ lint: setup ## ruff, formatting, types, import contracts
 
 .PHONY: test-fast
 test-fast: setup ## fast tests: no engine
-	$(call timed,fast tier,$(PY) -m pytest -q -m "not scheduler and not engine" tests)
+	$(call timed,fast tier,$(PY) -m pytest -q -n 2 --dist loadfile -m "not scheduler and not engine" \
+		--ignore tests/integrations tests)
 
 .PHONY: test-scheduler
 test-scheduler: setup-engine ## vLLM's real scheduler, no model
@@ -57,6 +58,7 @@ test-openai: setup ## the client on several versions of openai
 
 .PHONY: test-foreign
 test-foreign: setup ## the client inside other frameworks, in environments of their own
+	$(call timed,LangGraph,$(PY) -m pytest -q -n 2 --dist loadfile tests/integrations)
 	$(call timed,foreign tier,$(PY) -m tests.foreign.environments)
 
 .PHONY: test
