@@ -106,11 +106,6 @@ def has_answered(host: str, port: int | None) -> None:
         _answered[key] = None
 
 
-def is_known(host: str, port: int | None) -> bool:
-    """Whether a server has answered with a ``Turncache`` header in this process."""
-    return (host.lower().rstrip("."), port) in _answered
-
-
 def forget_answers() -> None:
     """Forget every host that has answered with a ``Turncache`` header."""
     _answered.clear()

@@ -229,8 +229,10 @@ class PairScheduler(NixlPullConnectorScheduler):
         """Admit a request, and peek at the engine that its hints name."""
         # Whatever a client sends here could steer NIXL: it is dropped before vLLM reads it.
         params, request.kv_transfer_params = request.kv_transfer_params, None
-        hints = self.extension.hints_of(request)
-        self.extension.arrived(request)
+        hints = self.extension.arrived(request)
+        if hints is None and self.extension.broken is not None:
+            # Off for good it reads nothing any more; a prompt is handed over all the same.
+            hints = self.extension.hints_of(request)
         if hints is not None and hints.stock and isinstance(params, dict):
             self._stock.add(request.request_id)
             self.totals["stock_handovers"] += 1
