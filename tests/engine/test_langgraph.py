@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,22 +11,37 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import started
+from tests.engine.driving import Driver
+from tests.engine.forced_agent import ENGINE_ARGS, ENVIRONMENT, FORCED, run_agent
+from turncache.langgraph import thread_session
 from turncache_server.launch.stack import Stack
 
+BLOCK_TOKENS = 32
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "langgraph"
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Prefill and decode that parse tool calls."""
-    yield from started(
-        tmp_path_factory,
-        prefill=1,
-        decode=1,
-        num_blocks={"prefill": 96, "decode": 256},
-        settings={"retain_budget": 0.9, "tenant_budget": 0.9},
-        engine_args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield from started(
+            tmp_path_factory,
+            prefill=1,
+            decode=1,
+            num_blocks={"prefill": 96, "decode": 256},
+            settings={"retain_budget": 0.9, "tenant_budget": 0.9},
+            engine_args=ENGINE_ARGS,
+        )
+
+
+@pytest.fixture(scope="module")
+def driver(stack: Stack) -> Iterator[Driver]:
+    """The other traffic, and the switch."""
+    made = Driver(stack)
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("name", ["research_agent", "coding_loop", "approval"])
@@ -45,3 +61,26 @@ def test_an_example_runs_on_real_engines(stack: Stack, name: str) -> None:
     assert done.returncode == 0, done.stderr
     assert f"session example-{name} (h-" in done.stdout
     assert ", 0 lost" in done.stdout
+
+
+def test_forced_tool_calls_lose_nothing(stack: Stack, driver: Driver) -> None:
+    """Of an agent's calls after tools, all that is not new is there, and its text is stock's."""
+    said = run_agent(stack, "forced", ours=True, in_wait=driver.flood)
+    assert [calls[0][0] for _, calls in said.calls[:-1]] == list(FORCED)
+    calls = thread_session("forced").calls
+    assert len(calls) == len(FORCED) + 1
+    for was, now in itertools.pairwise(calls):
+        assert was.prompt is not None
+        assert now.local is not None
+        assert now.returned is not None
+        assert now.lost == 0
+        # The block in which the earlier prompt ends may go on otherwise.
+        assert now.local + now.returned > was.prompt - BLOCK_TOKENS
+        assert now.returned > 0
+    driver.set_mode("off")
+    driver.wait_for_pulls(wanted=False)
+    try:
+        assert run_agent(stack, "forced-stock", ours=False, in_wait=driver.flood) == said
+    finally:
+        driver.set_mode("on")
+        driver.wait_for_pulls(wanted=True)
