@@ -409,16 +409,23 @@ def format_call(
     priority: int,
 ) -> str:
     """Encode the value of the ``Turncache`` request header; arguments as in :class:`CallTags`."""
-    members: dict[str, Item] = {"v": PROTOCOL_VERSION}
+    # Written on every call: the members that change are numbers and words that need no check.
+    text = f"v={PROTOCOL_VERSION}"
     if turn is not None:
-        members["turn"] = turn
+        text += f", turn={turn:d}"
     if call is not None:
-        members["call"] = call
+        text += f", call={call:d}"
     if cause is not None:
-        members["cause"] = cause.value
-    members["retain"] = "auto" if retain_s is None else float(retain_s)
-    members["priority"] = priority
-    return format_dictionary(members, header=CALL_HEADER)
+        text += f", cause={cause.value}"
+    return text + _standing_members(retain_s, priority)
+
+
+@functools.lru_cache(maxsize=256)
+def _standing_members(retain_s: float | None, priority: int) -> str:
+    """Encode what is the same for all calls of a session."""
+    retain: Item = "auto" if retain_s is None else float(retain_s)
+    members: dict[str, Item] = {"retain": retain, "priority": priority}
+    return ", " + format_dictionary(members, header=CALL_HEADER)
 
 
 def tags_from_headers(headers: Mapping[str, str], identity: Identity) -> CallTags:
