@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from turncache.protocol import EngineHints
+from turncache_server.router.apis.chat import CHAT
 from turncache_server.router.body import Body
 from turncache_server.router.legs import prefill_body, serving_body
 
@@ -55,7 +56,10 @@ def test_both_legs_are_accepted_and_have_one_prompt(choice: Any) -> None:
         "vllm_xargs": {"mine": 1, "tc_source": "evil"},
     }
     parsed = Body.parse(json.dumps(body).encode(), max_depth=20)
-    prefill, decode = read(prefill_body(parsed, HINTS)), read(serving_body(parsed, HINTS))
+    prefill, decode = (
+        read(prefill_body(CHAT, parsed, HINTS)),
+        read(serving_body(CHAT, parsed, HINTS)),
+    )
     assert prefill.messages == decode.messages
     assert prefill.build_chat_params(None, "auto") == decode.build_chat_params(None, "auto")
     with warnings.catch_warnings():

@@ -17,8 +17,8 @@ from aiohttp import web
 from turncache.errors import ConfigError
 from turncache.protocol import CALL_HEADER, PROTOCOL_VERSION, REQUEST_ID_HEADER
 from turncache_server.control.client import AsyncControlClient
+from turncache_server.router.apis import APIS
 from turncache_server.router.background import Background
-from turncache_server.router.calls import API
 from turncache_server.router.config import RouterConfig, fleet_keys
 from turncache_server.router.errors import SERVER_ERROR, ApiError
 from turncache_server.router.events import CallRefused, Events, Listener
@@ -38,6 +38,8 @@ from turncache_server.router.sessions import SessionTable
 from turncache_server.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
+
+_API_NAMES: Final = frozenset(api.name for api in APIS)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -170,7 +172,7 @@ async def _run(config: RouterConfig, ready: Callable[[str], None] | None) -> Non
 
 
 class _Edge:
-    """The middleware: ids, limits, errors in OpenAI's shape; and who is being served."""
+    """The middleware: ids, limits, errors in the shape of the API; and who is being served."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -231,9 +233,10 @@ class _Edge:
             )
 
     def _refused(self, request: web.Request, error: ApiError) -> web.Response:
-        api = API if request.match_info.route.name == API else "other"
+        name = request.match_info.route.name
+        api = name if name in _API_NAMES else "other"
         self._services.events.emit(CallRefused(api=api, code=error.status))
-        return error_response(error)
+        return error_response(request.path, error)
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:

@@ -133,8 +133,13 @@ class Body:
         return _object(_cleaned(kept), put)
 
 
-def drop_members(raw: bytes, names: Collection[str]) -> bytes:
+def drop_members(raw: bytes, names: Collection[str], *, within: Collection[str] = ()) -> bytes:
     """Remove members whose value is not null from a JSON object; all else stays as it is.
+
+    Args:
+        raw: the object.
+        names: of the members to remove.
+        within: members that are objects, from which they are removed as well.
 
     Returns:
         ``raw`` itself when there is nothing to remove or it is no JSON object.
@@ -144,10 +149,18 @@ def drop_members(raw: bytes, names: Collection[str]) -> bytes:
         members, _ = scan_object(text, _skip(text, 0))
     except (ValueError, RecursionError):
         return raw
-    if not any(m.name in names and m.value is not None for m in members):
-        return raw
-    kept = [(m.name, text[m.start : m.end]) for m in members if m.name not in names]
-    return _object(kept, {}).encode()
+    kept: list[tuple[str, str]] = []
+    changed = False
+    for member in members:
+        if member.name in names and member.value is not None:
+            changed = True
+            continue
+        value = text[member.value_start : member.end]
+        if member.name in within and isinstance(member.value, dict):
+            cleaned = drop_members(value.encode(), names).decode()
+            changed, value = changed or cleaned != value, cleaned
+        kept.append((member.name, text[member.start : member.value_start] + value))
+    return _object(kept, {}).encode() if changed else raw
 
 
 def scan_object(text: str, at: int) -> tuple[list[Member], int]:

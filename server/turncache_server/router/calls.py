@@ -16,7 +16,7 @@ from aiohttp import web
 
 from turncache.protocol import OUTCOME_HEADER, Boundary
 from turncache_server.control.messages import Signal
-from turncache_server.router.ending import ChatEnding, Ending
+from turncache_server.router.ending import Ending
 from turncache_server.router.errors import SERVER_ERROR, ApiError, EngineRefused, LegFailed
 from turncache_server.router.events import CallEnded, CallStarted, OutcomeKnown, OutcomeMissing
 from turncache_server.router.legs import ANSWER_HEADERS
@@ -32,18 +32,18 @@ from turncache_server.router.plan import CallPlan, EngineView
 from turncache_server.router.records import CallRecord
 from turncache_server.router.relay import Relay, Relayed
 from turncache_server.router.services import Services
+from turncache_server.router.sessions import answer_key
 from turncache_server.router.signals import send_signal
 from turncache_server.router.stream import ClientAnswer, ClientGone
 
-API: Final = "chat"
 #: What logs and metrics call the status of a call whose client did not wait.
 CLIENT_GONE: Final = 499
 #: After the answer nobody waits for the outcome: the question may take this much longer.
 _SETTLE_PATIENCE: Final = 10
 
 
-class ChatCall:
-    """One chat completion.
+class PlannedCall:
+    """One call of a planned API.
 
     Args:
         services: what every call uses.
@@ -69,7 +69,7 @@ class ChatCall:
         """Serve the call and return the answer, which has been sent."""
         services = self._services
         services.records.begin(self._record)
-        services.events.emit(CallStarted(request=self._call.request, api=API))
+        services.events.emit(CallStarted(request=self._call.request, api=self._call.api.name))
         code = 500
         problem: str | None = "internal"
         try:
@@ -106,7 +106,7 @@ class ChatCall:
         config = self._services.config
         opened: Opened | None = None
         try:
-            async with self._answer.pinged(config.ping_s if self._call.chat.stream else 0.0):
+            async with self._answer.pinged(config.ping_s if self._call.asked.stream else 0.0):
                 opened = await self._opening.run()
             return await self._relay(opened)
         except EngineRefused as refusal:
@@ -131,7 +131,7 @@ class ChatCall:
         headers = opened.leg.headers(ANSWER_HEADERS) | await self._outcome_header()
         self._record.ttft_s = self._since_start()
         self._overhead_s = self._record.ttft_s - self._opening.engine_s
-        collector = ChatEnding(num_choices=self._call.chat.num_choices, final=self._call.tags.final)
+        collector = self._call.api.collector(self._call.asked.num_choices, self._call.tags.final)
         relay = Relay(
             answer=self._answer,
             opened=opened,
@@ -163,6 +163,10 @@ class ChatCall:
 
     def _advance(self, engine: EngineView, ending: Ending) -> None:
         tags, services = self._call.tags, self._services
+        if ending.answer_id is not None and self._call.body.get("store") is not False:
+            services.sessions.advance(
+                answer_key(ending.answer_id), served_by=engine.name, root=self._call.root
+            )
         if tags.final:
             services.sessions.forget(tags.session_id)
             services.forecast.forget(tags.session_id)
@@ -254,7 +258,7 @@ class ChatCall:
             CallEnded(
                 request=self._call.request,
                 session=session.hexdigest(),
-                api=API,
+                api=self._call.api.name,
                 plan=self._plan.label,
                 reason=self._plan.reason,
                 code=code,

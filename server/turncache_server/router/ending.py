@@ -164,6 +164,7 @@ class Ending:
         boundary: which wait begins, None when the call failed.
         tool_names: names of the complete tool calls, in order.
         usage: tokens, when the engine reported them.
+        answer_id: by which a later request may continue an answer that the engine keeps.
     """
 
     problem: str | None
@@ -171,23 +172,25 @@ class Ending:
     boundary: Boundary | None = None
     tool_names: tuple[str, ...] = ()
     usage: Usage | None = None
+    answer_id: str | None = None
 
 
 @dataclass(slots=True)
-class _ToolState:
+class ToolState:
+    """One tool call, as far as it has been seen."""
+
     name: str = ""
     arguments: list[str] = field(default_factory=list)
 
-    def add(self, function: _Function | None) -> None:
-        if function is None:
-            return
-        # The name comes once; the arguments come in pieces.
-        self.name = self.name or function.name or ""
-        if function.arguments:
-            self.arguments.append(function.arguments)
+    def add(self, name: str | None, arguments: str | None) -> None:
+        """Take a piece: the name comes once, the arguments come in pieces."""
+        self.name = self.name or name or ""
+        if arguments:
+            self.arguments.append(arguments)
 
     @property
     def complete(self) -> bool:
+        """Whether a client can execute it."""
         if not self.name:
             return False
         text = "".join(self.arguments)
@@ -211,7 +214,7 @@ class ChatEnding:
         self._num_choices = num_choices
         self._final = final
         self._finished: dict[int, str] = {}
-        self._tools: dict[tuple[int, int], _ToolState] = {}
+        self._tools: dict[tuple[int, int], ToolState] = {}
         self._usage: Usage | None = None
         self._error = False
         self.num_unreadable = 0
@@ -221,26 +224,34 @@ class ChatEnding:
         """The engine itself has told the client that the call failed."""
         return self._error
 
-    def add(self, data: bytes) -> None:
+    def add(self, data: bytes) -> bool:
         """Take one chunk's data, or the whole body of an answer without streaming.
 
         What does not read as an answer is counted and otherwise ignored: it goes to the
         client all the same.
+
+        Returns:
+            Whether it is ``[DONE]``: the engine tells the client that the answer is over.
         """
+        if data == DONE:
+            return True
         try:
             answer = _answers.decode(data)
         except msgspec.DecodeError:
             self.num_unreadable += 1
-            return
+            return False
         self._error = self._error or bytes(answer.error) != b"null"
         self._usage = answer.usage or self._usage
         for choice in answer.choices:
             message = choice.delta or choice.message
             for at, call in enumerate((message.tool_calls if message else None) or ()):
                 index = at if call.index is None else call.index
-                self._tools.setdefault((choice.index, index), _ToolState()).add(call.function)
+                tool = self._tools.setdefault((choice.index, index), ToolState())
+                if call.function is not None:
+                    tool.add(call.function.name, call.function.arguments)
             if choice.finish_reason is not None:
                 self._finished[choice.index] = choice.finish_reason
+        return False
 
     def ending(self) -> Ending:
         """Judge what has been seen so far as the whole answer."""
@@ -273,5 +284,5 @@ class ChatEnding:
         return Boundary.TOOL if tool_names else Boundary.USER
 
 
-def _complete(tools: Iterable[_ToolState]) -> Iterable[str]:
+def _complete(tools: Iterable[ToolState]) -> Iterable[str]:
     return (tool.name for tool in tools if tool.complete)

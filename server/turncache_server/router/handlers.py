@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from aiohttp import web
@@ -20,22 +20,32 @@ from turncache.protocol import (
 )
 from turncache_server.control.messages import Signal
 from turncache_server.router import metrics
+from turncache_server.router.apis import APIS, errors_of
+from turncache_server.router.apis.api import Api, CallRequest
 from turncache_server.router.body import Body
-from turncache_server.router.calls import ChatCall
-from turncache_server.router.chat import read_chat
+from turncache_server.router.calls import PlannedCall
+from turncache_server.router.config import EngineConfig
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
 from turncache_server.router.events import WaitEnded
-from turncache_server.router.legs import forwarded
+from turncache_server.router.legs import ANSWER_HEADERS, forwarded
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.opening import CallInput
 from turncache_server.router.plan import PlanHints, Side, Snapshot, check_model, make_plan
 from turncache_server.router.services import Services
-from turncache_server.router.sessions import namespaced
+from turncache_server.router.sessions import answer_key, namespaced
 from turncache_server.router.signals import holders, send_signal
 from turncache_server.router.stream import ClientAnswer
 
 #: Key of a request under which the middleware leaves its id.
 REQUEST_ID: Final = web.RequestKey("turncache_request_id", str)
+
+#: What one engine answers without a plan: nothing is generated.
+PASSED_ON: Final = (
+    "/v1/embeddings",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
 
 #: What may be said of a session between two calls (the kinds of signals that engines know).
 NOTICES: Final = ("wait", "resume", "final", "compaction", "cancel")
@@ -58,7 +68,8 @@ class Handlers:
     def routes(self) -> list[web.RouteDef]:
         """Return the allow-list: every other path is 404, vLLM has some that change weights."""
         routes = [
-            web.post("/v1/chat/completions", self.chat_completions, name="chat"),
+            *(web.post(api.path, self._planned(api), name=api.name) for api in APIS),
+            *(web.post(path, self.pass_on) for path in PASSED_ON),
             web.post("/v1/sessions", self.notice, name="sessions"),
             web.get("/v1/models", self.models, name="models"),
             web.get("/v1/calls/{request_id}", self.call_record, name="calls"),
@@ -69,35 +80,72 @@ class Handlers:
             routes.append(web.post("/admin/return", self.switch_return, name="admin"))
         return routes
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """Serve ``POST /v1/chat/completions``."""
+    def _planned(self, api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def serve(request: web.Request) -> web.StreamResponse:
+            return await self._serve(api, request)
+
+        return serve
+
+    async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
+        """Serve a call of a planned API."""
         services = self._services
         started_s = services.clock()
         headers = _lower(request)
         body = Body.parse(await self._json_body(request), max_depth=services.config.max_body_depth)
-        chat = read_chat(body)
+        asked = api.read(body)
         request_id = request[REQUEST_ID]
         tags, anonymous = _tags(headers, body, request_id)
-        snapshot = await self._snapshot_with(chat.model)
-        check_model(chat, snapshot)
-        entry = services.sessions.get(tags.session_id)
+        snapshot = await self._snapshot_with(asked.model)
+        check_model(asked, snapshot)
+        root, served_by = self._place(asked, tags)
         call = CallInput(
             request=request_id,
-            path="/v1/chat/completions",
+            api=api,
             body=body,
-            chat=chat,
+            asked=asked,
             tags=tags,
             anonymous=anonymous,
-            root=services.sessions.root_of(tags.session_id, tags.parent_id),
+            root=root,
             headers=headers,
             started_s=started_s,
             return_enabled=snapshot.return_enabled,
         )
-        if chat.brings_results:
+        if asked.brings_results:
             self._end_wait(request_id, tags.session_id, started_s)
-        hints = PlanHints(root=call.root, served_by=None if entry is None else entry.served_by)
-        plan = make_plan(chat, hints, snapshot)
-        return await ChatCall(services, call, plan, ClientAnswer(request)).run()
+        plan = make_plan(asked, PlanHints(root=root, served_by=served_by), snapshot)
+        return await PlannedCall(services, call, plan, ClientAnswer(request, api.errors)).run()
+
+    def _place(self, asked: CallRequest, tags: CallTags) -> tuple[str, str | None]:
+        """Return what the call is placed by, and the engine that answered last."""
+        sessions = self._services.sessions
+        kept = None if asked.continues is None else sessions.get(answer_key(asked.continues))
+        if kept is not None:
+            return kept.root, kept.served_by
+        entry = sessions.get(tags.session_id)
+        root = sessions.root_of(tags.session_id, tags.parent_id)
+        return root, None if entry is None else entry.served_by
+
+    async def pass_on(self, request: web.Request) -> web.Response:
+        """Serve what needs no plan: one engine's answer, in one piece."""
+        body = Body.parse(
+            await self._json_body(request), max_depth=self._services.config.max_body_depth
+        )
+        headers = {**self._engine_headers(request), "content-type": "application/json"}
+        clean = body.edited(put={})
+        for engine in self._serving_engines():
+            try:
+                leg = await self._services.upstream.post(engine, request.path, clean, headers)
+                async with leg:
+                    whole = await leg.rest(
+                        await leg.first_chunk(), self._services.config.max_answer_bytes
+                    )
+            except LegFailed as failure:
+                self._services.pool.failed(engine.name, failure.kind)
+                if failure.consumed:
+                    raise failure.to_api_error(self._services.config.retry_after_s) from failure
+                continue
+            return web.Response(status=leg.status, body=whole, headers=leg.headers(ANSWER_HEADERS))
+        raise self._no_engine()
 
     async def notice(self, request: web.Request) -> web.Response:
         """Serve ``POST /v1/sessions``: what a client says of a session between two calls."""
@@ -132,31 +180,19 @@ class Handlers:
 
     async def models(self, request: web.Request) -> web.Response:
         """Serve ``GET /v1/models`` from an engine that answers clients."""
-        snapshot = self._snapshot()
-        side = Side.SINGLE if Side.SINGLE in snapshot.needed_sides else Side.DECODE
-        engines = snapshot.of_side(side)
-        headers = forwarded(_lower(request))
-        if self._services.engine_key is not None:
-            headers["authorization"] = f"Bearer {self._services.engine_key}"
-        for engine in [engine for engine in engines if engine.live] or engines:
+        for engine in self._serving_engines():
             try:
                 status, body = await self._services.upstream.get(
-                    self._services.pool.config_of(engine.name),
+                    engine,
                     "/v1/models",
-                    headers,
+                    self._engine_headers(request),
                     timeout_s=self._services.config.health_timeout_s,
                 )
             except LegFailed as failure:
                 self._services.pool.failed(engine.name, failure.kind)
                 continue
             return web.Response(status=status, body=body, content_type="application/json")
-        raise ApiError(
-            503,
-            f"No {side.value} engine answers at present. Try again.",
-            kind=SERVER_ERROR,
-            code="no_engine",
-            retry_after_s=self._services.config.retry_after_s,
-        )
+        raise self._no_engine()
 
     async def call_record(self, request: web.Request) -> web.Response:
         """Serve ``GET /v1/calls/{request_id}``."""
@@ -206,6 +242,29 @@ class Handlers:
         self._services.switches.return_enabled = enabled
         return web.json_response({"return_enabled": enabled})
 
+    def _serving_engines(self) -> list[EngineConfig]:
+        """Return the engines that answer clients: the live ones, or all when none is."""
+        snapshot = self._snapshot()
+        side = Side.SINGLE if Side.SINGLE in snapshot.needed_sides else Side.DECODE
+        engines = snapshot.of_side(side)
+        live = [engine for engine in engines if engine.live] or engines
+        return [self._services.pool.config_of(engine.name) for engine in live]
+
+    def _engine_headers(self, request: web.Request) -> dict[str, str]:
+        headers = forwarded(_lower(request))
+        if self._services.engine_key is not None:
+            headers["authorization"] = f"Bearer {self._services.engine_key}"
+        return headers
+
+    def _no_engine(self) -> ApiError:
+        return ApiError(
+            503,
+            "No engine that answers clients can be reached at present. Try again.",
+            kind=SERVER_ERROR,
+            code="no_engine",
+            retry_after_s=self._services.config.retry_after_s,
+        )
+
     def _end_wait(self, request_id: str, session: str, now_s: float) -> None:
         ended = self._services.forecast.ends(session, now_s=now_s)
         if ended is not None:
@@ -251,14 +310,14 @@ class Handlers:
         return b"".join(parts)
 
 
-def error_response(error: ApiError) -> web.Response:
-    """Make the answer for an error of the router's own."""
+def error_response(path: str, error: ApiError) -> web.Response:
+    """Make the answer for an error of the router's own, in the shape of the path's API."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = f"{error.retry_after_s:g}"
     return web.Response(
         status=error.status,
-        body=error.to_json(),
+        body=errors_of(path).body(error),
         content_type="application/json",
         headers=headers,
     )

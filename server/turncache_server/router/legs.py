@@ -14,47 +14,8 @@ from typing import Final
 import msgspec
 
 from turncache.protocol import REQUEST_ID_HEADER, SESSION_HEADER, EngineHints
+from turncache_server.router.apis.api import Api
 from turncache_server.router.body import XARGS, Body
-
-#: Members that a prefill leg sets. Both limits, because ``max_completion_tokens`` wins in
-#: vLLM and older engines know only ``max_tokens``.
-_PREFILL_PUT: Final = {
-    "stream": "false",
-    "n": "1",
-    "max_tokens": "1",
-    "max_completion_tokens": "1",
-}
-
-# What shapes an answer that is thrown away, and would refuse, stop or enlarge it:
-# min_tokens above 1 and stream_options without stream are a 400, a stop string or
-# ignore_eos changes why one token ended, log-probabilities and token ids make it large.
-#
-# tools, tool_choice, response_format and structured_outputs stay although they only
-# constrain the answer: a renderer may put tool choice and response format into the prompt
-# (KimiK3Renderer does, and exclude_tools_when_tool_choice_none drops the tools), and the
-# two legs must have the same prompt to the last token. A forced tool call that is cut off
-# after one token is no error in vLLM (DelegatingParser._extract_tool_calls): for
-# "required" the ValidationError is suppressed and there are no calls, for a named function
-# the text becomes its arguments, and the other parsers answer with the text.
-_PREFILL_DROP: Final = frozenset(
-    {
-        "echo",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "logprob_token_ids",
-        "logprobs",
-        "min_tokens",
-        "prompt_logprobs",
-        "return_prompt_text",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "stop",
-        "stop_token_ids",
-        "stream_interval",
-        "stream_options",
-        "top_logprobs",
-    }
-)
 
 # vLLM prefers the header, but reads the member where the header is missing: a client must
 # not choose the id of an engine's request, two equal ones corrupt its state.
@@ -91,23 +52,24 @@ _HOLD: Final = {
 }
 
 
-def prefill_body(body: Body, hints: EngineHints) -> bytes:
+def prefill_body(api: Api, body: Body, hints: EngineHints) -> bytes:
     """Make the body of the prefill leg."""
-    ours = _ours(body, hints)
+    ours = {**api.prefill_put(body), **_ours(api, body, hints)}
     if hints.stock:
         ours[TRANSFER] = json.dumps(_HOLD)
-    return body.edited(drop=_PREFILL_DROP | _NEVER, put={**_PREFILL_PUT, **ours})
+    return body.edited(drop=api.prefill_drop | _NEVER, put=ours)
 
 
-def serving_body(body: Body, hints: EngineHints, *, held: bytes | None = None) -> bytes:
+def serving_body(api: Api, body: Body, hints: EngineHints, *, held: bytes | None = None) -> bytes:
     """Make the body of the leg whose answer the client gets.
 
     Args:
+        api: the API that it is for.
         body: the client's.
         hints: of this leg.
         held: in a stock hand-over what the prefill engine has said, as JSON.
     """
-    ours = _ours(body, hints)
+    ours = _ours(api, body, hints)
     if held is not None:
         ours[TRANSFER] = held.decode()
     return body.edited(drop=_NEVER, put=ours)
@@ -158,8 +120,8 @@ def forwarded(client: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _ours(body: Body, hints: EngineHints) -> dict[str, str]:
-    return {
-        "session_id": json.dumps(hints.session),
-        XARGS: body.xargs(hints.to_xargs()),
-    }
+def _ours(api: Api, body: Body, hints: EngineHints) -> dict[str, str]:
+    ours = {XARGS: body.xargs(hints.to_xargs())}
+    if api.takes_session:
+        ours["session_id"] = json.dumps(hints.session)
+    return ours

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from turncache.protocol import CallTags, Cause, EngineHints
+from turncache_server.router.apis.api import Api, CallRequest
 from turncache_server.router.body import Body
-from turncache_server.router.chat import ChatRequest
-from turncache_server.router.ending import ChatEnding
 from turncache_server.router.errors import EngineRefused, LegFailed
 from turncache_server.router.events import LegFailure
 from turncache_server.router.legs import (
@@ -38,7 +37,8 @@ class CallInput:
 
     Attributes:
         request: id of the call, minted by the router.
-        path: path of the API, the same at the router and the engines.
+        api: the API that was called.
+        asked: what the router reads of the request.
         tags: what the client said, with the namespaced session and parent.
         anonymous: the client named no session.
         root: namespaced id that the session is placed by.
@@ -48,9 +48,9 @@ class CallInput:
     """
 
     request: str
-    path: str
+    api: Api
     body: Body
-    chat: ChatRequest
+    asked: CallRequest
     tags: CallTags
     anonymous: bool
     root: str
@@ -151,10 +151,12 @@ class Opening:
             retain_s=0.0 if self._call.return_enabled else self._call.tags.retain_s,
             handover=not self._plan.stock,
         )
-        async with await self._post(engine, "p", prefill_body(self._call.body, hints)) as leg:
+        async with await self._post(
+            engine, "p", prefill_body(self._call.api, self._call.body, hints)
+        ) as leg:
             first = await self._checked(engine, leg)
             body = await leg.rest(first, self._services.config.max_answer_bytes)
-        collector = ChatEnding(num_choices=1)
+        collector = self._call.api.collector(1, False)
         collector.add(body)
         if (problem := collector.ending().problem) is not None:
             raise LegFailed(
@@ -168,7 +170,7 @@ class Opening:
     async def _serve(self, engine: EngineView, kind: str, source: str | None) -> Opened:
         """Run the serving leg up to the first byte of its answer."""
         hints = self._hints(kind, source=source, retain_s=self._call.tags.retain_s)
-        body = serving_body(self._call.body, hints, held=self._held)
+        body = serving_body(self._call.api, self._call.body, hints, held=self._held)
         leg = await self._post(engine, kind[0], body)
         try:
             first = await self._checked(engine, leg)
@@ -209,7 +211,7 @@ class Opening:
             engine_key=self._services.engine_key,
         )
         config = self._services.pool.config_of(engine.name)
-        request = self._services.upstream.post(config, self._call.path, body, headers)
+        request = self._services.upstream.post(config, self._call.api.path, body, headers)
         if self._services.config.on_disconnect == "cancel":
             return await request
         task = asyncio.ensure_future(request)

@@ -4,8 +4,9 @@ Events pass whole, with the bytes that the engine sent, except for three things:
 
 * transfer parameters name engines and blocks: they are cut out of the chunk that carries
   them;
-* ``[DONE]`` after an answer that did not end well would make it look like one: it is held
-  back, and :attr:`ChatStream.ending` says why;
+* the event that ends an answer (``[DONE]``, ``message_stop``, ``response.completed``) would
+  make one that did not end well look as if it had: it is held back, and
+  :attr:`AnswerStream.ending` says why;
 * an event that is not complete when the stream breaks: half a chunk cannot be parsed, and
   would swallow the terminal error event that follows.
 """
@@ -16,22 +17,25 @@ from collections.abc import Callable
 from typing import Final
 
 from turncache.protocol import STRIPPED_BODY_MEMBERS
+from turncache_server.router.apis.api import Collector
 from turncache_server.router.body import drop_members
-from turncache_server.router.ending import DONE, ChatEnding, Ending, SseEvent, SseSplitter
+from turncache_server.router.ending import Ending, SseEvent, SseSplitter
 
+#: Members of an event that hold a whole answer, in the APIs that have such events.
+NESTED_ANSWERS: Final = ("response", "message")
 _MARKS: Final = tuple(name.encode() for name in STRIPPED_BODY_MEMBERS)
 
 
-class ChatStream:
-    """One chat completion stream on its way to the client.
+class AnswerStream:
+    """One stream on its way to the client.
 
     Args:
-        collector: takes every chunk's data.
+        collector: takes every event's data.
         completed: called once when the answer is known to have ended well, before the bytes
             that end it are returned.
     """
 
-    def __init__(self, collector: ChatEnding, completed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, collector: Collector, completed: Callable[[], None] = lambda: None) -> None:
         self._collector = collector
         self._completed = completed
         self._splitter = SseSplitter()
@@ -40,7 +44,7 @@ class ChatStream:
 
     @property
     def done(self) -> bool:
-        """Whether the engine has ended a complete answer with ``[DONE]``."""
+        """Whether the engine has ended a complete answer."""
         return self._done
 
     @property
@@ -79,29 +83,27 @@ class ChatStream:
             return b""
         if event.data is None:
             return event.raw
-        if event.data == DONE:
-            return self._passed_done(event)
-        self._collector.add(event.data)
-        for mark in _MARKS:
-            if mark in event.data:
-                return _cleaned(event)
-        return event.raw
+        is_last = self._collector.add(event.data)
+        raw = event.raw
+        if any(mark in event.data for mark in _MARKS):
+            raw = _cleaned(event)
+        return self._passed_last(raw) if is_last else raw
 
-    def _passed_done(self, event: SseEvent) -> bytes:
+    def _passed_last(self, raw: bytes) -> bytes:
         if self.ending.problem is None:
             if not self._done:
                 self._done = True
                 self._completed()
-            return event.raw
+            return raw
         # The engine's own error event has been passed on: the end that follows it is true.
         self._held_back = not self.client_knows
-        return b"" if self._held_back else event.raw
+        return b"" if self._held_back else raw
 
 
 def _cleaned(event: SseEvent) -> bytes:
     """Return an event's bytes without transfer parameters."""
     data = event.data or b""
-    kept = drop_members(data, STRIPPED_BODY_MEMBERS)
+    kept = drop_members(data, STRIPPED_BODY_MEMBERS, within=NESTED_ANSWERS)
     if kept is data:
         return event.raw
     if data in event.raw:

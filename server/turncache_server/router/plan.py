@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from turncache.protocol import Plan, Reason
-from turncache_server.router.chat import ChatRequest
+from turncache_server.router.apis.api import CallRequest
 from turncache_server.router.errors import SERVER_ERROR, ApiError, invalid
 from turncache_server.router.place import rank
 
@@ -94,18 +94,19 @@ class CallPlan:
     stock: bool = False
 
 
-def make_plan(request: ChatRequest, hints: PlanHints, snapshot: Snapshot) -> CallPlan:
+def make_plan(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> CallPlan:
     """Decide how a call is served.
 
     Raises:
         ApiError: 503, when no engine of a needed side serves the model at present.
     """
     if Side.SINGLE in snapshot.needed_sides:
-        serve = _candidates(request, hints, snapshot, Side.SINGLE)
+        serve = _keeper_first(request, hints, _candidates(request, hints, snapshot, Side.SINGLE))
         return CallPlan(label=Plan.SINGLE, reason=Reason.OK, prefill=(), serve=serve)
     decode = _candidates(request, hints, snapshot, Side.DECODE)
     if request.one_engine is not None:
-        return CallPlan(label=Plan.COLD, reason=Reason.UNSUPPORTED, prefill=(), serve=decode)
+        serve = _keeper_first(request, hints, decode)
+        return CallPlan(label=Plan.COLD, reason=Reason.UNSUPPORTED, prefill=(), serve=serve)
     prefill = _candidates(request, hints, snapshot, Side.PREFILL)
     # One that does not pull decides for all: which of them will answer is not known yet.
     stock = not all(engine.pulls for engine in (*prefill, *decode))
@@ -123,7 +124,7 @@ def make_plan(request: ChatRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
     )
 
 
-def check_model(request: ChatRequest, snapshot: Snapshot) -> None:
+def check_model(request: CallRequest, snapshot: Snapshot) -> None:
     """Refuse a model that no engine serves, and an answer that no context can hold.
 
     An engine would refuse both, but the decode engine only after prefill has computed the
@@ -157,7 +158,7 @@ def check_model(request: ChatRequest, snapshot: Snapshot) -> None:
 
 
 def _candidates(
-    request: ChatRequest, hints: PlanHints, snapshot: Snapshot, side: Side
+    request: CallRequest, hints: PlanHints, snapshot: Snapshot, side: Side
 ) -> tuple[EngineView, ...]:
     """Rank the engines of a side: the live ones, or all of them when none is.
 
@@ -180,13 +181,22 @@ def _candidates(
     return _ranked(hints.root, [engine for engine in able if engine.live] or able)
 
 
+def _keeper_first(
+    request: CallRequest, hints: PlanHints, engines: tuple[EngineView, ...]
+) -> tuple[EngineView, ...]:
+    """Move the engine that keeps the continued answer to the front: no other knows it."""
+    if request.continues is None:
+        return engines
+    return tuple(sorted(engines, key=lambda engine: engine.name != hints.served_by))
+
+
 def _ranked(root: str, engines: Iterable[EngineView]) -> tuple[EngineView, ...]:
     by_name = {engine.name: engine for engine in engines}
     return tuple(by_name[name] for name in rank(root, by_name))
 
 
 def _source(
-    request: ChatRequest, hints: PlanHints, snapshot: Snapshot, placed: EngineView
+    request: CallRequest, hints: PlanHints, snapshot: Snapshot, placed: EngineView
 ) -> tuple[Reason, str | None]:
     """Choose the decode engine to pull from: (reason, engine id or None)."""
     if not snapshot.return_enabled:

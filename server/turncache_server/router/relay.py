@@ -9,12 +9,13 @@ from typing import Final
 from aiohttp import web
 
 from turncache.protocol import STRIPPED_BODY_MEMBERS
+from turncache_server.router.apis.api import Collector
 from turncache_server.router.body import drop_members
 from turncache_server.router.config import RouterConfig
-from turncache_server.router.ending import ChatEnding, Ending
+from turncache_server.router.ending import Ending
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed
 from turncache_server.router.opening import Opened
-from turncache_server.router.passing import ChatStream
+from turncache_server.router.passing import AnswerStream
 from turncache_server.router.stream import ClientAnswer
 
 #: A proxy that collects a stream before passing it on would hide every token until the last.
@@ -48,7 +49,7 @@ class Relay:
         answer: the answer to the client.
         opened: the engine's answer.
         headers: headers for the client.
-        collector: takes the answer's chunks.
+        collector: takes the answer's events.
         config: the router's settings.
         completed: called once when the answer is known to have ended well, before its last
             bytes go out.
@@ -57,7 +58,7 @@ class Relay:
     answer: ClientAnswer
     opened: Opened
     headers: Mapping[str, str]
-    collector: ChatEnding
+    collector: Collector
     config: RouterConfig
     completed: Callable[[], None]
 
@@ -69,12 +70,12 @@ class Relay:
         """
         if not self.answer.started:
             await self.answer.start(200, {**self.headers, **_STREAM_HEADERS})
-        stream = ChatStream(self.collector, self.completed)
+        stream = AnswerStream(self.collector, self.completed)
         failure: LegFailed | None = None
         try:
             await self._pass_on(stream)
         except LegFailed as error:
-            # After [DONE] the client has everything, however the connection ends.
+            # After its last event the client has everything, however the connection ends.
             failure = None if stream.done else error
         ending = stream.ending
         if failure is None and ending.problem is None:
@@ -119,7 +120,7 @@ class Relay:
         )
         return Relayed(response=response, code=200, ending=ending)
 
-    async def _pass_on(self, stream: ChatStream) -> None:
+    async def _pass_on(self, stream: AnswerStream) -> None:
         chunk = self.opened.first
         while chunk:
             await self.answer.write(stream.feed(chunk))

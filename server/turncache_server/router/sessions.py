@@ -25,6 +25,11 @@ def namespaced(session_id: str, *, tenant: str | None = None) -> str:
     return "t-" + hashlib.blake2b(text, digest_size=20).hexdigest()
 
 
+def answer_key(answer_id: str) -> str:
+    """Return the key of an answer that an engine keeps; no session id holds a space."""
+    return f"answer {answer_id}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEntry:
     """What is known about a session.
@@ -39,7 +44,7 @@ class SessionEntry:
 
 
 class SessionTable:
-    """Bounded table from namespaced session id to :class:`SessionEntry`."""
+    """Bounded table from namespaced session id, or answer, to :class:`SessionEntry`."""
 
     def __init__(self, max_sessions: int) -> None:
         self._max_sessions = max_sessions

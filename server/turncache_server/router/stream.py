@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from turncache_server.router.apis.api import ErrorForm
 from turncache_server.router.errors import ApiError
 
 _PING = b": ping\n\n"
@@ -22,10 +23,16 @@ class ClientGone(Exception):
 
 
 class ClientAnswer:
-    """The answer to one request."""
+    """The answer to one request.
 
-    def __init__(self, request: web.BaseRequest) -> None:
+    Args:
+        request: the request.
+        errors: the shape of errors that its client parses.
+    """
+
+    def __init__(self, request: web.BaseRequest, errors: ErrorForm) -> None:
         self._request = request
+        self._errors = errors
         self._response: web.StreamResponse | None = None
 
     @property
@@ -92,12 +99,12 @@ class ClientAnswer:
             ClientGone: the client has left.
         """
         if self.started:
-            await self.write(error.to_event())
+            await self.write(self._errors.event(error))
             return await self.end()
         headers = {"content-type": "application/json"}
         if error.retry_after_s is not None:
             headers["retry-after"] = f"{error.retry_after_s:g}"
-        return await self.whole(error.status, headers, error.to_json())
+        return await self.whole(error.status, headers, self._errors.body(error))
 
     @asynccontextmanager
     async def pinged(self, ping_s: float) -> AsyncIterator[None]:

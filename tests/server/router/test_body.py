@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from turncache.protocol import EngineHints
+from turncache_server.router.apis.chat import CHAT
 from turncache_server.router.body import Body, drop_members
 from turncache_server.router.errors import ApiError
 from turncache_server.router.legs import prefill_body, serving_body
@@ -77,7 +78,7 @@ def test_messages_and_tools_keep_every_byte(case: tuple[bytes, dict[str, str]]) 
     """Both legs contain the client's messages and tools exactly as they were written."""
     raw, members = case
     body = Body.parse(raw, max_depth=100)
-    for leg in (prefill_body(body, HINTS), serving_body(body, HINTS)):
+    for leg in (prefill_body(CHAT, body, HINTS), serving_body(CHAT, body, HINTS)):
         for name in ("messages", "tools"):
             assert members[name].encode() in leg
             assert json.loads(leg)[name] == json.loads(members[name])
@@ -89,7 +90,7 @@ def test_only_our_members_change(case: tuple[bytes, dict[str, str]]) -> None:
     """The serving leg is the client's body, without what it must not say and with ours."""
     raw, _ = case
     sent = json.loads(raw)
-    leg = json.loads(serving_body(Body.parse(raw, max_depth=100), HINTS))
+    leg = json.loads(serving_body(CHAT, Body.parse(raw, max_depth=100), HINTS))
     assert leg.pop("session_id") == "s"
     assert leg.pop("vllm_xargs") == HINTS.to_xargs()
     kept = {
@@ -108,8 +109,8 @@ def test_splicing_is_idempotent(case: tuple[bytes, dict[str, str]]) -> None:
     """A leg that passes a second router comes out as it went in."""
     raw, _ = case
     for make in (prefill_body, serving_body):
-        once = make(Body.parse(raw, max_depth=100), HINTS)
-        assert make(Body.parse(once, max_depth=100), HINTS) == once
+        once = make(CHAT, Body.parse(raw, max_depth=100), HINTS)
+        assert make(CHAT, Body.parse(once, max_depth=100), HINTS) == once
 
 
 @PROPERTY
@@ -169,7 +170,7 @@ def test_depth_is_counted_with_the_outermost_object() -> None:
 def test_the_clients_own_extra_arguments_stay() -> None:
     """Scalars in vllm_xargs that are not ours reach the engine, ours replace what they name."""
     raw = b'{"messages":[],"vllm_xargs":{"mine": 1.50, "tc_source":"evil","session_id":"x"}}'
-    leg = serving_body(Body.parse(raw, max_depth=10), HINTS)
+    leg = serving_body(CHAT, Body.parse(raw, max_depth=10), HINTS)
     xargs = json.loads(leg)["vllm_xargs"]
     assert xargs == {"mine": 1.5, **HINTS.to_xargs()}
     assert b'"mine": 1.50' in leg
@@ -193,7 +194,7 @@ def test_what_steers_engines_never_comes_from_outside(name: str, wrap: Any) -> N
     """A member that steers an engine is removed wherever an engine or a plug-in might look."""
     raw = json.dumps({"messages": [], **wrap({name: "evil", "kept": 1})}).encode()
     for make in (prefill_body, serving_body):
-        leg = make(Body.parse(raw, max_depth=10), HINTS)
+        leg = make(CHAT, Body.parse(raw, max_depth=10), HINTS)
         assert b"evil" not in leg
         assert b'"kept": 1' in leg
 

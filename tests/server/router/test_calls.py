@@ -273,7 +273,7 @@ async def test_what_cannot_be_served_never_reaches_an_engine() -> None:
     [
         ("POST", "/v1/load_lora_adapter", 404),
         ("POST", "/collective_rpc", 404),
-        ("POST", "/v1/completions", 404),
+        ("POST", "/v1/audio/transcriptions", 404),
         ("GET", "/", 404),
         ("GET", "/v1/calls/unknown", 404),
         ("GET", CHAT, 405),

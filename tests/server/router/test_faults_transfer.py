@@ -271,7 +271,7 @@ async def test_the_benefit_engages_for_streams_too(pair: Pair, stream: bool) -> 
 
 async def test_an_api_that_is_not_served_says_so(pair: Pair) -> None:
     """A path without prefill and decode support is a clear 404 and no half-working relay."""
-    for path in ("/v1/responses", "/v1/completions", "/v1/messages"):
+    for path in ("/v1/audio/transcriptions", "/v1/responses/resp_1", "/v1/rerank"):
         answer = await pair.bench.http.post(path, json={"model": "fake", "input": "hi"})
         assert answer.status_code == 404
         assert path in answer.json()["error"]["message"]

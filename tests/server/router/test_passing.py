@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.engine import Answer, Script, event
 from turncache_server.router.ending import ChatEnding
-from turncache_server.router.passing import ChatStream
+from turncache_server.router.passing import AnswerStream
 
 PARAMS = {"remote_host": "10.0.0.7", "remote_port": 5600, "remote_block_ids": [1, 2]}
 
@@ -24,10 +24,10 @@ def answer(**members: Any) -> list[bytes]:
     return Answer.to(body, 10, 0).events(script)
 
 
-def passed(chunks: list[bytes]) -> tuple[bytes, ChatStream, list[str]]:
+def passed(chunks: list[bytes]) -> tuple[bytes, AnswerStream, list[str]]:
     """Pass chunks: (what the client gets, the stream, what was called)."""
     calls: list[str] = []
-    stream = ChatStream(ChatEnding(num_choices=1), lambda: calls.append("completed"))
+    stream = AnswerStream(ChatEnding(num_choices=1), lambda: calls.append("completed"))
     out = b"".join(stream.feed(chunk) for chunk in chunks)
     return out + stream.close(), stream, calls
 
@@ -101,7 +101,7 @@ def test_half_an_event_is_not_sent() -> None:
 def test_completion_is_told_before_the_bytes_that_end_the_answer() -> None:
     """The client's next call may be quicker than the end of this one."""
     calls: list[bytes] = []
-    stream = ChatStream(ChatEnding(num_choices=1), lambda: calls.append(b"completed"))
+    stream = AnswerStream(ChatEnding(num_choices=1), lambda: calls.append(b"completed"))
     calls += (stream.feed(chunk) for chunk in answer())
     assert calls.index(b"completed") == calls.index(b"data: [DONE]\n\n") - 1
 

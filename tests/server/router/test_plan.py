@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turncache.protocol import EngineHints, Plan, Reason
+from turncache_server.router.apis.api import CallRequest
+from turncache_server.router.apis.chat import CHAT, read_chat
 from turncache_server.router.body import Body
-from turncache_server.router.chat import ChatRequest, read_chat
 from turncache_server.router.errors import ApiError
 from turncache_server.router.legs import leg_headers, prefill_body, serving_body
 from turncache_server.router.place import rank
@@ -36,7 +37,7 @@ def parse(**members: Any) -> Body:
     return Body.parse(json.dumps(body).encode(), max_depth=20)
 
 
-def request(**members: Any) -> ChatRequest:
+def request(**members: Any) -> CallRequest:
     """Read a chat completion body."""
     return read_chat(parse(**members))
 
@@ -271,7 +272,7 @@ def test_the_prefill_leg_asks_for_one_token_and_nothing_else() -> None:
         temperature=0.5,
         cache_salt="salt",
     )
-    leg = json.loads(prefill_body(body, HINTS))
+    leg = json.loads(prefill_body(CHAT, body, HINTS))
     assert {name: leg[name] for name in ("stream", "n", "max_tokens", "max_completion_tokens")} == {
         "stream": False,
         "n": 1,
@@ -289,7 +290,7 @@ def test_the_prefill_leg_asks_for_one_token_and_nothing_else() -> None:
 def test_the_serving_leg_is_what_the_client_sent() -> None:
     """Every member of the answer's shape reaches the engine that gives it."""
     members = {"stream": True, "max_tokens": 500, "min_tokens": 100, "stop": ["a"], "n": 2}
-    leg = json.loads(serving_body(parse(**members), HINTS))
+    leg = json.loads(serving_body(CHAT, parse(**members), HINTS))
     assert {name: leg[name] for name in members} == members
     assert leg["session_id"] == "ns"
 
