@@ -1,11 +1,12 @@
 """A fake vLLM: HTTP server and control socket on free loopback ports.
 
-It speaks ``/v1/chat/completions`` (streaming and not), ``/v1/models``, ``/health`` and
-``/metrics`` in vLLM's form, logs every body and header, and fails on script. Its "KV" is
-kept by content: a prompt is rendered to text, cut into blocks, and each block is known by
-the hash of everything up to it, as in vLLM. So an outcome of the fake means what an outcome
-of an engine means: history that was edited is computed again, a pull brings exactly the
-common prefix, and nothing is found in an engine that was flushed.
+It speaks chat completions and the APIs of ``engine_apis`` (streaming and not),
+``/v1/models``, ``/tokenize``, ``/health`` and ``/metrics`` in vLLM's form, logs every body
+and header, and fails on script. Its "KV" is kept by content: a prompt is rendered to text,
+cut into blocks, and each block is known by the hash of everything up to it, as in vLLM. So
+an outcome of the fake means what an outcome of an engine means: history that was edited is
+computed again, a pull brings exactly the common prefix, and nothing is found in an engine
+that was flushed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import msgspec
 import zmq
 from aiohttp import web
 
+from tests.fakes import engine_apis
 from turncache_server.control.messages import (
     Call,
     CallReply,
@@ -164,8 +166,9 @@ class FakeEngine:
         control: answer the control socket.
 
     Attributes:
-        seen: chat completions, as they came.
-        scripts: consumed one per chat completion, from the first.
+        seen: calls, as they came.
+        passed_on: bodies of ``/tokenize``.
+        scripts: consumed one per call, from the first.
         default: used when there is no script.
         healthy: what ``/health`` says.
         num_active: chat completions being served.
@@ -192,6 +195,7 @@ class FakeEngine:
         self.max_model_len = 100_000
         self.kv = FakeKv()
         self.seen: list[Seen] = []
+        self.passed_on: list[Any] = []
         self.scripts: list[Script] = []
         self.default = Script()
         self.healthy = True
@@ -214,7 +218,8 @@ class FakeEngine:
         app = web.Application(client_max_size=256 * 1024 * 1024)
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._chat),
+                *(web.post(path, self._call) for path in engine_apis.PATHS),
+                web.post("/tokenize", self._tokenize),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
@@ -299,7 +304,12 @@ class FakeEngine:
         ]
         return web.json_response({"object": "list", "data": cards})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.passed_on.append(body)
+        return web.json_response({"tokens": [1, 2, 3], "count": 3})
+
+    async def _call(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         seen = Seen(request.path, raw, {k.lower(): v for k, v in request.headers.items()})
         self.seen.append(seen)
@@ -333,11 +343,15 @@ class FakeEngine:
                 content_type="application/json",
                 headers=dict(script.headers),
             )
-        answer = self._generate(seen)
+        asked = engine_apis.as_chat(seen.path, body)
+        answer = self._generate(seen, asked)
         if body.get("stream"):
             return await self._stream(request, answer, script)
+        params = script.kv_transfer_params or self._held(seen)
+        if seen.path != engine_apis.CHAT:
+            return web.json_response(engine_apis.whole(seen.path, answer, params))
         whole = whole_answer(body, answer)
-        whole["kv_transfer_params"] = script.kv_transfer_params or self._held(seen)
+        whole["kv_transfer_params"] = params
         return web.json_response(whole)
 
     async def _stream(
@@ -350,7 +364,12 @@ class FakeEngine:
         # vLLM's headers come at once, its first event with the first token.
         if script.until is not None:
             await script.until.wait()
-        events = list(script.events) if script.events is not None else answer.events(script)
+        if script.events is not None:
+            events = list(script.events)
+        elif request.path == engine_apis.CHAT:
+            events = answer.events(script)
+        else:
+            events = engine_apis.events(request.path, answer, script.kv_transfer_params)
         if script.split:
             stream = b"".join(events)
             events = [stream[at : at + script.split] for at in range(0, len(stream), script.split)]
@@ -385,8 +404,8 @@ class FakeEngine:
             "remote_port": 5600,
         }
 
-    def _generate(self, seen: Seen) -> Answer:
-        body, xargs = seen.body, seen.xargs
+    def _generate(self, seen: Seen, body: dict[str, Any]) -> Answer:
+        xargs = seen.xargs
         prompt = render(body["messages"], body.get("tools"))
         chain = chain_of(prompt)
         held = local = self.kv.prefix_tokens(chain)
