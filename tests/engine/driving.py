@@ -18,7 +18,7 @@ import openai
 
 import turncache
 from turncache import Outcome
-from turncache.protocol import FINAL_HEADER
+from turncache.protocol import FINAL_HEADER, OUTCOME_HEADER, SESSION_HEADER
 from turncache_server.control.client import ControlClient, switch_mode
 from turncache_server.control.messages import (
     Peek,
@@ -182,6 +182,20 @@ class Driver:
                 return reply.status, json.load(reply)
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read() or b"{}")
+
+    def post_call(
+        self, path: str, body: dict[str, Any], *, session: str
+    ) -> tuple[dict[str, Any], Outcome]:
+        """Make a call of any API; returns its answer and what happened to its KV."""
+        self._sessions.add(session)
+        request = urllib.request.Request(
+            self.stack.base_url + path,
+            data=json.dumps(body).encode(),
+            headers={"content-type": "application/json", SESSION_HEADER: session},
+        )
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            outcome = assert_adds_up(Outcome.from_header(reply.headers[OUTCOME_HEADER]))
+            return json.load(reply), outcome
 
     def prompt_tokens(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return a call's prompt as the engine sees it."""

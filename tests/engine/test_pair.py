@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import openai
 import psutil
@@ -220,6 +222,62 @@ def test_an_engine_that_dies_is_replaced(drive: Driver, ids: tuple[str, str]) ->
     assert outcome.reason in (Reason.OK, Reason.BELOW_THRESHOLD), "the new engine is a source again"
     assert outcome.reused > 1000
     assert_same(last, drive.recomputed(follow))
+
+
+def _next_completion(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    return {**body, "prompt": body["prompt"] + answer["choices"][0]["text"] + words(200)}
+
+
+def _next_message(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    said = {"role": "assistant", "content": answer["content"]}
+    asked = {"role": "user", "content": words(200)}
+    return {**body, "messages": [*body["messages"], said, asked]}
+
+
+def _next_response(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    asked = {"role": "user", "content": words(200)}
+    return {**body, "input": [*body["input"], *answer["output"], asked]}
+
+
+def _said(answer: dict[str, Any]) -> str:
+    """Return what the model said, in any API."""
+    if "choices" in answer:
+        return str(answer["choices"][0]["text"])
+    return json.dumps([part.get("text") for part in _parts(answer)])
+
+
+def _parts(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    if "content" in answer:
+        return list(answer["content"])
+    return [part for item in answer["output"] for part in item["content"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "follow"),
+    [
+        ("completions", {"prompt": None, "max_tokens": 16}, _next_completion),
+        ("messages", {"messages": None, "max_tokens": 16}, _next_message),
+        ("responses", {"input": None, "max_output_tokens": 16, "store": False}, _next_response),
+    ],
+)
+def test_the_answer_comes_back_in_every_api(
+    drive: Driver, ids: tuple[str, str], path: str, body: dict[str, Any], follow: Callable[..., Any]
+) -> None:
+    """Plain completions, messages and responses return, and say what recomputation says."""
+    session, salt = ids
+    first = words(3500) if path == "completions" else [{"role": "user", "content": words(3500)}]
+    body = {name: first if value is None else value for name, value in body.items()}
+    body |= {"model": drive.stack.model, "temperature": 0, "cache_salt": salt}
+    answer, outcome = drive.post_call(f"/v1/{path}", body, session=session)
+    drive.flood()
+    body = follow(body, answer)
+    second, again = drive.post_call(f"/v1/{path}", body, session=session)
+    assert again.lost == 0
+    assert again.returned > outcome.prompt - 2 * BLOCK
+    stranger = {**body, "cache_salt": uuid.uuid4().hex}
+    recomputed, cold = drive.post_call(f"/v1/{path}", stranger, session=uuid.uuid4().hex)
+    assert cold.reused == 0
+    assert _said(second) == _said(recomputed)
 
 
 def test_a_pair_that_is_switched_off_hands_over_as_stock(

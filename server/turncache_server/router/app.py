@@ -22,6 +22,7 @@ from turncache_server.router.background import Background
 from turncache_server.router.config import RouterConfig, fleet_keys
 from turncache_server.router.errors import SERVER_ERROR, ApiError
 from turncache_server.router.events import CallRefused, Events, Listener
+from turncache_server.router.following import Conversations
 from turncache_server.router.forecast import Forecast
 from turncache_server.router.handlers import (
     REQUEST_ID,
@@ -110,6 +111,7 @@ async def serving(
         upstream=upstream,
         control=control,
         sessions=sessions,
+        conversations=Conversations(config.max_sessions),
         forecast=Forecast(config.max_sessions),
         records=CallRecords(config.max_calls),
         events=events,

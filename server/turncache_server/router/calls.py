@@ -16,7 +16,8 @@ from aiohttp import web
 
 from turncache.protocol import OUTCOME_HEADER, Boundary
 from turncache_server.control.messages import Signal
-from turncache_server.router.ending import Ending
+from turncache_server.router.apis.api import Collector
+from turncache_server.router.ending import ChatEnding, Ending
 from turncache_server.router.errors import SERVER_ERROR, ApiError, EngineRefused, LegFailed
 from turncache_server.router.events import CallEnded, CallStarted, OutcomeKnown, OutcomeMissing
 from turncache_server.router.legs import ANSWER_HEADERS
@@ -138,7 +139,7 @@ class PlannedCall:
             headers=headers,
             collector=collector,
             config=self._services.config,
-            completed=lambda: self._advance(opened.engine, collector.ending()),
+            completed=lambda: self._completed(opened.engine, collector),
         )
         # By what the engine sent, and once pings are out by what the client was promised.
         streamed = opened.leg.content_type == "text/event-stream" or self._answer.started
@@ -160,6 +161,14 @@ class PlannedCall:
                 headers.setdefault("retry-after", str(self._services.config.retry_after_s))
             response = await self._answer.whole(refusal.status, headers, refusal.body)
         return Relayed(response=response, code=refusal.status, problem="engine_error")
+
+    def _completed(self, engine: EngineView, collector: Collector) -> None:
+        self._advance(engine, collector.ending())
+        history = self._call.history
+        if history is not None and isinstance(collector, ChatEnding):
+            self._services.conversations.answered(
+                history, collector.said(), self._call.tags.session_id
+            )
 
     def _advance(self, engine: EngineView, ending: Ending) -> None:
         tags, services = self._call.tags, self._services

@@ -62,6 +62,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = _number(8000, 0, 65535)
     return_enabled: bool = True
+    follow_conversations: bool = True
     admin: bool = False
     on_disconnect: str = _word("cancel", "cancel", "drain")
     disconnect_drain_s: float = _number(30.0, 0, 3600)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from turncache.protocol import Boundary
+from turncache_server.router.following import Said
 
 DONE: Final = b"[DONE]"
 
@@ -135,6 +136,7 @@ class _ToolCall(msgspec.Struct, frozen=True):
 
 
 class _Message(msgspec.Struct, frozen=True):
+    content: Any = None
     tool_calls: list[_ToolCall] | None = None
 
 
@@ -217,6 +219,7 @@ class ChatEnding:
         self._tools: dict[tuple[int, int], ToolState] = {}
         self._usage: Usage | None = None
         self._error = False
+        self._text: list[str] = []
         self.num_unreadable = 0
 
     @property
@@ -244,6 +247,8 @@ class ChatEnding:
         self._usage = answer.usage or self._usage
         for choice in answer.choices:
             message = choice.delta or choice.message
+            if message is not None and message.content and choice.index == 0:
+                self._text.append(message.content)
             for at, call in enumerate((message.tool_calls if message else None) or ()):
                 index = at if call.index is None else call.index
                 tool = self._tools.setdefault((choice.index, index), ToolState())
@@ -266,6 +271,15 @@ class ChatEnding:
             tool_names=names,
             usage=self._usage,
         )
+
+    def said(self) -> Said:
+        """Return what the model has said in its first choice, tool calls as it wrote them."""
+        calls = tuple(
+            (tool.name, "".join(tool.arguments))
+            for (choice, _), tool in sorted(self._tools.items())
+            if choice == 0
+        )
+        return Said(text="".join(map(str, self._text)), calls=calls)
 
     def _problem(self) -> str | None:
         if self._error:

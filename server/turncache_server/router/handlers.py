@@ -22,11 +22,13 @@ from turncache_server.control.messages import Signal
 from turncache_server.router import metrics
 from turncache_server.router.apis import APIS, errors_of
 from turncache_server.router.apis.api import Api, CallRequest
+from turncache_server.router.apis.chat import CHAT
 from turncache_server.router.body import Body
 from turncache_server.router.calls import PlannedCall
 from turncache_server.router.config import EngineConfig
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
 from turncache_server.router.events import WaitEnded
+from turncache_server.router.following import History, read_history
 from turncache_server.router.legs import ANSWER_HEADERS, forwarded
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.opening import CallInput
@@ -97,6 +99,10 @@ class Handlers:
         tags, anonymous = _tags(headers, body, request_id)
         snapshot = await self._snapshot_with(asked.model)
         check_model(asked, snapshot)
+        history = None
+        if anonymous and api is CHAT and services.config.follow_conversations:
+            history = read_history(asked.model or "", body.get("messages"))
+            tags, anonymous = self._followed(body, history, tags)
         root, served_by = self._place(asked, tags)
         call = CallInput(
             request=request_id,
@@ -106,6 +112,7 @@ class Handlers:
             tags=tags,
             anonymous=anonymous,
             root=root,
+            history=history,
             headers=headers,
             started_s=started_s,
             return_enabled=snapshot.return_enabled,
@@ -114,6 +121,19 @@ class Handlers:
             self._end_wait(request_id, tags.session_id, started_s)
         plan = make_plan(asked, PlanHints(root=root, served_by=served_by), snapshot)
         return await PlannedCall(services, call, plan, ClientAnswer(request, api.errors)).run()
+
+    def _followed(self, body: Body, history: History, tags: CallTags) -> tuple[CallTags, bool]:
+        """Say which conversation a call continues: (tags, whether it is nobody's).
+
+        Nobody knows whether a first call will be continued. One that offers tools probably
+        will: it is an agent's, and kept. Others are kept from their second call on.
+        """
+        known = self._services.conversations.session_of(history)
+        if known is not None:
+            return CallTags(session_id=known), False
+        if body.get("tools"):
+            return dataclasses.replace(tags, retain_s=None), False
+        return tags, True
 
     def _place(self, asked: CallRequest, tags: CallTags) -> tuple[str, str | None]:
         """Return what the call is placed by, and the engine that answered last."""

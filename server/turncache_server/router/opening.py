@@ -17,6 +17,7 @@ from turncache_server.router.apis.api import Api, CallRequest
 from turncache_server.router.body import Body
 from turncache_server.router.errors import EngineRefused, LegFailed
 from turncache_server.router.events import LegFailure
+from turncache_server.router.following import History
 from turncache_server.router.legs import (
     ANSWER_HEADERS,
     leg_headers,
@@ -40,7 +41,8 @@ class CallInput:
         api: the API that was called.
         asked: what the router reads of the request.
         tags: what the client said, with the namespaced session and parent.
-        anonymous: the client named no session.
+        anonymous: the client named no session, and the router knows none.
+        history: digests of the messages of a client that named no session, else None.
         root: namespaced id that the session is placed by.
         headers: the client's headers with lower-case names.
         started_s: when the request arrived.
@@ -57,6 +59,7 @@ class CallInput:
     headers: Mapping[str, str]
     started_s: float
     return_enabled: bool
+    history: History | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from turncache_server.router.background import Background
 from turncache_server.router.config import RouterConfig
 from turncache_server.router.events import Events
+from turncache_server.router.following import Conversations
 from turncache_server.router.forecast import Forecast
 from turncache_server.router.outcomes import AsksControl
 from turncache_server.router.pool import Pool
@@ -45,6 +46,7 @@ class Services:
     upstream: Upstream
     control: AsksControl
     sessions: SessionTable
+    conversations: Conversations
     forecast: Forecast
     records: CallRecords
     events: Events

@@ -1,0 +1,169 @@
+"""Conversations of clients that name no session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.engine import fake_pair
+from tests.server.router.agents import ChatAgent, turn
+from tests.server.router.conftest import Pair
+from tests.server.router.support import bench, outcome_of
+from turncache_server.router.following import Conversations, History, Said, read_history
+
+pytestmark = pytest.mark.anyio
+
+FIRST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+CALL = Said(text="", calls=(("search", '{"query":"x","top":3}'),))
+
+
+def known(said: Said, messages: list[dict[str, Any]] | None = None) -> Conversations:
+    """Return a table with one conversation."""
+    table = Conversations(10)
+    table.answered(read_history("m", messages or FIRST), said, "s")
+    return table
+
+
+def then(*messages: dict[str, Any]) -> History:
+    """Read a history that goes on after the first messages."""
+    return read_history("m", [*FIRST, *messages])
+
+
+async def test_cline_sends_no_id_and_loses_nothing() -> None:
+    """An agent without any id is one session over 30 calls, on one of several engines."""
+    async with fake_pair(decodes=3) as ([prefill], decodes), bench(prefill, *decodes) as running:
+        agent = ChatAgent({})
+        answers = []
+        while len(answers) < 30:
+            prefill.kv.flush()
+            answers += await turn(agent, running.http, f"Do thing {len(answers)}. " * 5)
+        outcomes = [outcome_of(answer) for answer in answers]
+        assert sum(outcome.lost for outcome in outcomes) == 0
+        assert [outcome.plan for outcome in outcomes] == ["cold", *["return"] * (len(outcomes) - 1)]
+        seen = [one.xargs for engine in decodes for one in engine.seen]
+        assert len({xargs["tc_session"] for xargs in seen}) == 1
+        assert all("tc_retain_s" not in xargs for xargs in seen)
+
+
+async def test_a_title_is_not_the_conversation(pair: Pair) -> None:
+    """A side call with the same first question is a session of its own, and not kept."""
+    agent = ChatAgent({})
+    await turn(agent, pair.bench.http, "Do this. " * 20)
+    main = pair.decode.seen[-1].xargs["tc_session"]
+    await pair.bench.chat(messages=[*agent.messages[:2], {"role": "user", "content": "A title."}])
+    title = pair.decode.seen[-1].xargs
+    assert title["tc_session"] != main
+    assert title["tc_retain_s"] == 0
+    await turn(agent, pair.bench.http, "And that. " * 20)
+    assert pair.decode.seen[-1].xargs["tc_session"] == main
+
+
+async def test_a_conversation_without_tools_is_kept_from_its_second_call(pair: Pair) -> None:
+    """A single question costs no space; whoever goes on is expected to go on again."""
+    messages = [{"role": "user", "content": "Where does Laura live? " * 6}]
+    first = (await pair.bench.chat(messages=messages)).json()["choices"][0]["message"]
+    assert pair.decode.seen[-1].xargs["tc_retain_s"] == 0
+    await pair.bench.chat(messages=[*messages, first, {"role": "user", "content": "And Tom?"}])
+    assert "tc_retain_s" not in pair.decode.seen[-1].xargs
+
+
+async def test_following_can_be_switched_off() -> None:
+    """Then a call without an id is nobody's, whatever it continues."""
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, follow_conversations=False) as running,
+    ):
+        agent = ChatAgent({})
+        await turn(agent, running.http, "Do this.")
+        sessions = {seen.xargs["tc_session"] for seen in decode.seen}
+        assert len(sessions) == len(decode.seen) == 2
+        assert {seen.xargs["tc_retain_s"] for seen in decode.seen} == {0}
+
+
+def test_the_answer_has_to_be_in_the_history() -> None:
+    """Strangers who begin alike, or continue with another answer, are strangers."""
+    table = known(Said(text="Hi!"))
+    asked = {"role": "user", "content": "And?"}
+    assert table.session_of(then({"role": "assistant", "content": "Hi!"}, asked)) == "s"
+    assert table.session_of(then()) is None
+    assert table.session_of(then({"role": "assistant", "content": "Hey!"}, asked)) is None
+    other = read_history("other", [*FIRST, {"role": "assistant", "content": "Hi!"}, asked])
+    assert table.session_of(other) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "Hi!\n"},
+        {"role": "assistant", "content": [{"type": "text", "text": "Hi!"}]},
+        {"role": "assistant", "content": "Hi!", "reasoning": "hm", "tool_calls": None},
+    ],
+)
+def test_forms_of_one_answer_are_one(message: dict[str, Any]) -> None:
+    """Text or parts, stripped or not, with or without reasoning: it is the same answer."""
+    assert known(Said(text="Hi!")).session_of(then(message)) == "s"
+
+
+def test_arguments_may_be_written_again() -> None:
+    """Clients parse arguments and write them with other spaces and another order of names."""
+    function = {"name": "search", "arguments": '{"top": 3, "query": "x"}'}
+    call = {"id": "c", "type": "function", "function": function}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert known(CALL).session_of(then(said, {"role": "tool", "content": "y"})) == "s"
+    function["arguments"] = '{"top": 4, "query": "x"}'
+    assert known(CALL).session_of(then(said)) is None
+
+
+def test_marks_of_caching_do_not_count() -> None:
+    """A mark on the last message that moves on makes no other conversation."""
+    marked = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    table = known(Said(text="Hi!"), [FIRST[0], {"role": "user", "content": [marked]}])
+    assert table.session_of(then({"role": "assistant", "content": "Hi!"})) == "s"
+
+
+def test_a_client_that_drops_its_latest_answers_goes_on() -> None:
+    """An earlier answer is found when the latest is unknown."""
+    table = known(Said(text="Hi!"))
+    history = then(
+        {"role": "assistant", "content": "Hi!"},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "never said"},
+    )
+    assert table.session_of(history) == "s"
+
+
+def test_the_table_is_bounded() -> None:
+    """The conversation that was used least recently is forgotten first."""
+    table = Conversations(2)
+    for name in "abc":
+        table.answered(read_history("m", FIRST), Said(text=name), name)
+    assert len(table) == 2
+    assert table.session_of(then({"role": "assistant", "content": "a"})) is None
+    assert table.session_of(then({"role": "assistant", "content": "c"})) == "c"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=4) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "role": st.sampled_from(["user", "assistant", "tool"]) | JSON,
+            "content": JSON,
+            "tool_calls": JSON,
+        },
+    ),
+    max_size=6,
+)
+
+
+@given(MESSAGES)
+def test_any_messages_can_be_read(messages: list[dict[str, Any]]) -> None:
+    """Whatever a body holds, following it raises nothing and is a function of it."""
+    assert read_history("m", messages) == read_history("m", messages)
