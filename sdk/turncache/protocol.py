@@ -288,6 +288,7 @@ class SessionSource(enum.StrEnum):
     BODY_SESSION = "session_id"
     BODY_CONVERSATION = "conversation_id"
     BODY_CACHE_KEY = "prompt_cache_key"
+    BODY_USER_ID = "metadata.user_id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +314,13 @@ _BODY_SCHEMAS: Final = (
     SessionSource.BODY_SESSION,
     SessionSource.BODY_CONVERSATION,
     SessionSource.BODY_CACHE_KEY,
+)
+
+
+#: How Claude Code puts its session into the user id of ``/v1/messages``. Any other user id
+#: names a user, not a session.
+_USER_ID_SESSION: Final = re.compile(
+    r'(?:_session_|"session_id": ?")([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})'
 )
 
 
@@ -350,6 +358,11 @@ def identify(headers: Mapping[str, str], body: Mapping[str, Any]) -> Identity | 
             return Identity(
                 session_id=check_session_id(value, field_name=source.value), source=source
             )
+    metadata = body.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, Mapping) else None
+    found = _USER_ID_SESSION.search(user) if isinstance(user, str) else None
+    if found is not None:
+        return Identity(session_id=found[1], source=SessionSource.BODY_USER_ID)
     return None
 
 

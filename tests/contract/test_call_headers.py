@@ -241,6 +241,27 @@ def test_sub_agents_of_claude_code_are_sessions_of_their_own() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("user_id", "found"),
+    [
+        ("user_ab_account__session_7f0c1de2-8a3b-4c5d-9e6f-0123456789ab", True),
+        ('{"device_id":"d","session_id":"7f0c1de2-8a3b-4c5d-9e6f-0123456789ab"}', True),
+        ("user-4711", False),
+        ("user_ab_account__session_", False),
+        (7, False),
+        (None, False),
+    ],
+)
+def test_a_user_id_is_a_session_only_where_it_says_so(user_id: object, found: bool) -> None:
+    """Claude Code puts its session into metadata.user_id; other user ids name users."""
+    identity = identify({}, {"metadata": {"user_id": user_id}})
+    wanted = Identity(
+        session_id="7f0c1de2-8a3b-4c5d-9e6f-0123456789ab", source=SessionSource.BODY_USER_ID
+    )
+    assert identity == (wanted if found else None)
+    assert identify({}, {"metadata": user_id}) is None
+
+
 @given(
     st.dictionaries(
         st.sampled_from([s.value for s in SessionSource] + ["x-parent-session-id"]),
