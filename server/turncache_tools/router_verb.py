@@ -8,14 +8,26 @@ from typing import Annotated
 
 import typer
 
+from turncache.errors import ConfigError
 from turncache_server.router.config import fleet_keys, load_config
+from turncache_server.router.keys import add_key, read_keys
 from turncache_tools.shell import write, write_json
 
 
 def router(
     config: Annotated[Path, typer.Option(help="TOML file with the router's settings.")],
     check: Annotated[
-        bool, typer.Option("--check", help="Only read the settings and the fleet's secret.")
+        bool, typer.Option("--check", help="Only read the settings, keys and secrets.")
+    ] = False,
+    new_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TENANT",
+            help="Make a key for a tenant, add its digest to keys_file, and print the key.",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        bool, typer.Option("--admin-key", help="With --new-key: an administrator's key.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --check: what was read, as JSON.")
@@ -23,7 +35,13 @@ def router(
 ) -> None:
     """Run the router, or check its configuration."""
     settings = load_config(config)
+    if new_key is not None:
+        if not settings.keys_file:
+            raise ConfigError("keys_file", "not set; name the file that keeps the digests")
+        write(add_key(Path(settings.keys_file), new_key, admin=admin_key))
+        return
     keys = fleet_keys(settings)
+    callers = read_keys(Path(settings.keys_file)) if settings.keys_file else None
     if check:
         engines = [
             {"name": e.name, "side": str(e.side), "url": e.url, "control": e.control}
@@ -34,14 +52,24 @@ def router(
                 {
                     "host": settings.host,
                     "port": settings.port,
+                    "tls": bool(settings.tls_cert_file),
                     "fleet_secret": None if keys is None else keys.digest,
+                    "tenants": None
+                    if callers is None
+                    else sorted({str(caller.tenant) for caller in callers.values()}),
                     "engines": engines,
                 }
             )
         else:
             secret = "" if keys is None else f", fleet secret {keys.digest}"
+            scheme = "https" if settings.tls_cert_file else "http"
+            who = "no keys: everybody who reaches it is served"
+            if callers is not None:
+                tenants = {caller.tenant for caller in callers.values()}
+                who = f"{len(callers)} keys of {len(tenants)} tenants"
             write(
-                f"{config}: {len(engines)} engines, http://{settings.host}:{settings.port}{secret}"
+                f"{config}: {len(engines)} engines, {scheme}://{settings.host}:{settings.port}"
+                f"{secret}, {who}"
             )
         return
     from turncache_server.router.app import run  # noqa: PLC0415 - a check needs no server

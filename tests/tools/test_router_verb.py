@@ -51,6 +51,25 @@ def test_a_check_reads_the_fleets_secret(turncache: Run, tmp_path: Path, secret:
     assert "fleet_secret_file" in ran.err
 
 
+def test_a_key_is_made_and_counted(turncache: Run, tmp_path: Path) -> None:
+    """The key is printed once, its digest kept; the check says whom the router serves."""
+    path, keys = tmp_path / "router.toml", tmp_path / "keys.toml"
+    path.write_text(CONFIG)
+    assert "no keys" in turncache("router", "--config", str(path), "--check").out
+    ran = turncache("router", "--config", str(path), "--new-key", "red")
+    assert ran.code == 2
+    assert "keys_file: not set" in ran.err
+    path.write_text(f'keys_file = "{keys}"\n{CONFIG}')
+    made = turncache("router", "--config", str(path), "--new-key", "red")
+    assert made.code == 0
+    assert made.out.strip().startswith("tc-")
+    assert made.out.strip() not in keys.read_text()
+    turncache("router", "--config", str(path), "--new-key", "ops", "--admin-key")
+    check = ("router", "--config", str(path), "--check")
+    assert "2 keys of 2 tenants" in turncache(*check).out
+    assert json.loads(turncache(*check, "--json").out)["tenants"] == ["ops", "red"]
+
+
 def test_a_wrong_configuration_names_the_setting(turncache: Run, tmp_path: Path) -> None:
     """The code is 2."""
     path = tmp_path / "router.toml"

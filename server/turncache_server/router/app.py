@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 import signal
+import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Final
 
 from aiohttp import web
@@ -25,11 +27,15 @@ from turncache_server.router.events import CallRefused, Events, Listener
 from turncache_server.router.following import Conversations
 from turncache_server.router.forecast import Forecast
 from turncache_server.router.handlers import (
+    CALLER,
     REQUEST_ID,
     Handlers,
     check_headers,
+    credential_of,
     error_response,
+    unauthorized,
 )
+from turncache_server.router.keys import ANYBODY, Caller, KeyFile
 from turncache_server.router.logs import log_event
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.pool import Pool
@@ -119,6 +125,7 @@ async def serving(
         clock=clock,
         new_id=new_id,
         engine_key=engine_key,
+        keys=KeyFile(Path(config.keys_file), clock) if config.keys_file else None,
     )
     edge = _Edge(services)
     runner = web.AppRunner(
@@ -209,6 +216,7 @@ class _Edge:
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             check_headers(request, self._services.config.max_header_bytes)
+            request[CALLER] = self._caller(request)
             self._check_draining(request)
             return await handler(request)
         except ApiError as error:
@@ -223,6 +231,19 @@ class _Edge:
                 request,
                 ApiError(500, "The router failed on this request.", kind=SERVER_ERROR),
             )
+
+    def _caller(self, request: web.Request) -> Caller:
+        keys = self._services.keys
+        # Balancers ask for health without a key, and learn nothing but counts.
+        if keys is None or request.path == "/health":
+            return ANYBODY
+        key = credential_of(request)
+        if key is None:
+            raise unauthorized("A key is missing: send Authorization: Bearer KEY.")
+        caller = keys.caller_of(key)
+        if caller is None:
+            raise unauthorized("The key is not known here.")
+        return caller
 
     def _check_draining(self, request: web.Request) -> None:
         if self._services.switches.draining and request.path not in ("/health", "/metrics"):
@@ -266,14 +287,15 @@ async def _mark(request: web.Request, response: web.StreamResponse) -> None:
 
 
 async def _listen(runner: web.AppRunner, config: RouterConfig) -> web.TCPSite:
-    site = web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG)
+    site = web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG, ssl_context=_tls(config))
     try:
         await site.start()
     except OSError as error:
         raise ConfigError(
             "port", f"cannot listen on {config.host}:{config.port}: {error}; choose a free port"
         ) from error
-    if config.host not in ("localhost", "::1") and not config.host.startswith("127."):
+    open_to_all = not config.keys_file and config.host not in ("localhost", "::1")
+    if open_to_all and not config.host.startswith("127."):
         logger.warning(
             "the router listens on %s without keys: whoever reaches it can use the engines",
             config.host,
@@ -284,7 +306,21 @@ async def _listen(runner: web.AppRunner, config: RouterConfig) -> web.TCPSite:
 def _url(runner: web.AppRunner, config: RouterConfig) -> str:
     port = runner.addresses[0][1]
     host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{host}:{port}"
+    return f"http{'s' if config.tls_cert_file else ''}://{host}:{port}"
+
+
+def _tls(config: RouterConfig) -> ssl.SSLContext | None:
+    if not config.tls_cert_file:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(
+            "tls_cert_file",
+            f"cannot use {config.tls_cert_file!r} with {config.tls_key_file!r}: {error}",
+        ) from error
+    return context
 
 
 def _engine_key(config: RouterConfig) -> str | None:

@@ -60,7 +60,12 @@ class PlannedCall:
         self._call = call
         self._plan = plan
         self._answer = answer
-        self._record = CallRecord(request=call.request, plan=plan.label, reason=plan.reason)
+        self._record = CallRecord(
+            request=call.request,
+            plan=plan.label,
+            reason=plan.reason,
+            tenant=call.caller.tenant,
+        )
         self._opening = Opening(services, call, plan, self._prefilled)
         self._overhead_s: float | None = None
         self._witness: EngineView | None = None
@@ -174,7 +179,9 @@ class PlannedCall:
         tags, services = self._call.tags, self._services
         if ending.answer_id is not None and self._call.body.get("store") is not False:
             services.sessions.advance(
-                answer_key(ending.answer_id), served_by=engine.name, root=self._call.root
+                answer_key(ending.answer_id, self._call.caller.tenant),
+                served_by=engine.name,
+                root=self._call.root,
             )
         if tags.final:
             services.sessions.forget(tags.session_id)

@@ -59,6 +59,10 @@ class RouterConfig:
 
     engines: tuple[EngineConfig, ...]
     fleet_secret_file: str = ""
+    keys_file: str = ""
+    cache_salt: str = _word("tenant", "tenant", "session")
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
     host: str = "127.0.0.1"
     port: int = _number(8000, 0, 65535)
     return_enabled: bool = True
@@ -120,6 +124,8 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
     values: dict[str, Any] = {
         name: _value(name, value, fields[name]) for name, value in data.items() if name != "engines"
     }
+    if bool(values.get("tls_cert_file")) is not bool(values.get("tls_key_file")):
+        raise ConfigError("tls_key_file", "certificate and key belong together; set both")
     keyed = bool(values.get("fleet_secret_file"))
     return RouterConfig(engines=_engines(data.get("engines"), keyed=keyed), **values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import ipaddress
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,6 +30,7 @@ from turncache_server.router.config import EngineConfig
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
 from turncache_server.router.events import WaitEnded
 from turncache_server.router.following import History, read_history
+from turncache_server.router.keys import Caller, salt_of
 from turncache_server.router.legs import ANSWER_HEADERS, forwarded
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.opening import CallInput
@@ -40,6 +42,9 @@ from turncache_server.router.stream import ClientAnswer
 
 #: Key of a request under which the middleware leaves its id.
 REQUEST_ID: Final = web.RequestKey("turncache_request_id", str)
+#: Likewise, who makes the request.
+CALLER: Final = web.RequestKey("turncache_caller", Caller)
+_MAX_LISTED: Final = 1000
 
 #: What one engine answers without a plan: nothing is generated.
 PASSED_ON: Final = (
@@ -73,6 +78,7 @@ class Handlers:
             *(web.post(api.path, self._planned(api), name=api.name) for api in APIS),
             *(web.post(path, self.pass_on) for path in PASSED_ON),
             web.post("/v1/sessions", self.notice, name="sessions"),
+            web.get("/v1/sessions", self.sessions),
             web.get("/v1/models", self.models, name="models"),
             web.get("/v1/calls/{request_id}", self.call_record, name="calls"),
             web.get("/health", self.health, name="health"),
@@ -92,18 +98,19 @@ class Handlers:
         """Serve a call of a planned API."""
         services = self._services
         started_s = services.clock()
-        headers = _lower(request)
+        headers, caller = self._headers(request), request[CALLER]
         body = Body.parse(await self._json_body(request), max_depth=services.config.max_body_depth)
         asked = api.read(body)
         request_id = request[REQUEST_ID]
-        tags, anonymous = _tags(headers, body, request_id)
+        tags, anonymous = _tags(headers, body, request_id, caller.tenant)
         snapshot = await self._snapshot_with(asked.model)
         check_model(asked, snapshot)
         history = None
         if anonymous and api is CHAT and services.config.follow_conversations:
-            history = read_history(asked.model or "", body.get("messages"))
+            scope = f"{caller.tenant}\0{asked.model}"
+            history = read_history(scope, body.get("messages"))
             tags, anonymous = self._followed(body, history, tags)
-        root, served_by = self._place(asked, tags)
+        root, served_by = self._place(asked, tags, caller)
         call = CallInput(
             request=request_id,
             api=api,
@@ -113,6 +120,12 @@ class Handlers:
             anonymous=anonymous,
             root=root,
             history=history,
+            caller=caller,
+            salt=salt_of(
+                caller,
+                root if services.config.cache_salt == "session" else None,
+                body.get("cache_salt"),
+            ),
             headers=headers,
             started_s=started_s,
             return_enabled=snapshot.return_enabled,
@@ -135,10 +148,11 @@ class Handlers:
             return dataclasses.replace(tags, retain_s=None), False
         return tags, True
 
-    def _place(self, asked: CallRequest, tags: CallTags) -> tuple[str, str | None]:
+    def _place(self, asked: CallRequest, tags: CallTags, caller: Caller) -> tuple[str, str | None]:
         """Return what the call is placed by, and the engine that answered last."""
         sessions = self._services.sessions
-        kept = None if asked.continues is None else sessions.get(answer_key(asked.continues))
+        continued = asked.continues
+        kept = None if continued is None else sessions.get(answer_key(continued, caller.tenant))
         if kept is not None:
             return kept.root, kept.served_by
         entry = sessions.get(tags.session_id)
@@ -170,7 +184,8 @@ class Handlers:
     async def notice(self, request: web.Request) -> web.Response:
         """Serve ``POST /v1/sessions``: what a client says of a session between two calls."""
         services = self._services
-        tags, anonymous = _tags(_lower(request), Body.parse(b"{}", max_depth=4), "")
+        empty = Body.parse(b"{}", max_depth=4)
+        tags, anonymous = _tags(self._headers(request), empty, "", request[CALLER].tenant)
         if anonymous:
             raise invalid("X-Session-ID: a notice is about a session; name it.", param="session")
         body = Body.parse(await self._json_body(request), max_depth=4)
@@ -198,6 +213,19 @@ class Handlers:
             status=202,
         )
 
+    async def sessions(self, request: web.Request) -> web.Response:
+        """Serve ``GET /v1/sessions``: the latest sessions, by hash, for an admin."""
+        self._check_admin(request)
+        table = self._services.sessions
+        listed = [
+            {
+                "session": hashlib.blake2b(name.encode(), digest_size=6).hexdigest(),
+                "served_by": entry.served_by,
+            }
+            for name, entry in table.newest(_MAX_LISTED)
+        ]
+        return web.json_response({"num_sessions": len(table), "sessions": listed})
+
     async def models(self, request: web.Request) -> web.Response:
         """Serve ``GET /v1/models`` from an engine that answers clients."""
         for engine in self._serving_engines():
@@ -217,7 +245,8 @@ class Handlers:
     async def call_record(self, request: web.Request) -> web.Response:
         """Serve ``GET /v1/calls/{request_id}``."""
         record = self._services.records.get(request.match_info["request_id"])
-        if record is None:
+        caller = request[CALLER]
+        if record is None or not (caller.admin or record.tenant == caller.tenant):
             raise ApiError(
                 404,
                 "No call with this id is on record. The id is the X-Request-Id of the call's "
@@ -253,14 +282,26 @@ class Handlers:
 
     async def switch_return(self, request: web.Request) -> web.Response:
         """Serve ``POST /admin/return``, from loopback only."""
-        if not _from_loopback(request):
-            raise ApiError(403, "Admin endpoints answer on loopback only.", code="forbidden")
+        self._check_admin(request)
         body = Body.parse(await self._json_body(request), max_depth=4)
         enabled = body.get("enabled")
         if not isinstance(enabled, bool):
             raise invalid('enabled: expected {"enabled": true} or false.', param="enabled")
         self._services.switches.return_enabled = enabled
         return web.json_response({"return_enabled": enabled})
+
+    def _headers(self, request: web.Request) -> dict[str, str]:
+        """Return the headers by lower-case names; keys of ours are for nobody else."""
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        if self._services.keys is not None:
+            headers.pop("authorization", None)
+        return headers
+
+    def _check_admin(self, request: web.Request) -> None:
+        if self._services.keys is None and not _from_loopback(request):
+            raise ApiError(403, "Admin endpoints answer on loopback only.", code="forbidden")
+        if self._services.keys is not None and not request[CALLER].admin:
+            raise ApiError(403, "This needs an admin's key.", code="forbidden")
 
     def _serving_engines(self) -> list[EngineConfig]:
         """Return the engines that answer clients: the live ones, or all when none is."""
@@ -271,7 +312,7 @@ class Handlers:
         return [self._services.pool.config_of(engine.name) for engine in live]
 
     def _engine_headers(self, request: web.Request) -> dict[str, str]:
-        headers = forwarded(_lower(request))
+        headers = forwarded(self._headers(request))
         if self._services.engine_key is not None:
             headers["authorization"] = f"Bearer {self._services.engine_key}"
         return headers
@@ -335,6 +376,8 @@ def error_response(path: str, error: ApiError) -> web.Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = f"{error.retry_after_s:g}"
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return web.Response(
         status=error.status,
         body=errors_of(path).body(error),
@@ -357,15 +400,34 @@ def check_headers(request: web.Request, max_bytes: int) -> None:
             raise invalid(f"{name}: sent twice; which of them counts is undefined.", param=name)
 
 
-def _lower(request: web.Request) -> dict[str, str]:
-    return {name.lower(): value for name, value in request.headers.items()}
+def credential_of(request: web.Request) -> str | None:
+    """Return the key that a request carries, None without one.
+
+    Raises:
+        ApiError: 401, when it carries two that differ.
+    """
+    given = {
+        value.removeprefix("Bearer ").strip()
+        for value in request.headers.getall("authorization", ())
+    }
+    given.update(request.headers.getall("x-api-key", ()))
+    if len(given) > 1:
+        raise unauthorized("Two keys that differ: send one.")
+    return given.pop() if given else None
+
+
+def unauthorized(message: str) -> ApiError:
+    """Make the error for a request without a key that counts."""
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"The body has more than {limit} bytes, the most that this router takes.")
 
 
-def _tags(headers: Mapping[str, str], body: Body, request_id: str) -> tuple[CallTags, bool]:
+def _tags(
+    headers: Mapping[str, str], body: Body, request_id: str, tenant: str | None
+) -> tuple[CallTags, bool]:
     """Read what the client says about the call: (tags, whether it named no session)."""
     values: dict[str, Any] = {name: member.value for name, member in body.members.items()}
     try:
@@ -380,8 +442,8 @@ def _tags(headers: Mapping[str, str], body: Body, request_id: str) -> tuple[Call
     parent = tags.parent_id
     return dataclasses.replace(
         tags,
-        session_id=namespaced(tags.session_id),
-        parent_id=None if parent is None else namespaced(parent),
+        session_id=namespaced(tags.session_id, tenant=tenant),
+        parent_id=None if parent is None else namespaced(parent, tenant=tenant),
     ), False
 
 

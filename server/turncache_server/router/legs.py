@@ -52,24 +52,32 @@ _HOLD: Final = {
 }
 
 
-def prefill_body(api: Api, body: Body, hints: EngineHints) -> bytes:
-    """Make the body of the prefill leg."""
-    ours = {**api.prefill_put(body), **_ours(api, body, hints)}
+def prefill_body(api: Api, body: Body, hints: EngineHints, *, salt: str | None = None) -> bytes:
+    """Make the body of the prefill leg; arguments as for :func:`serving_body`."""
+    ours = {**api.prefill_put(body), **_ours(api, body, hints, salt)}
     if hints.stock:
         ours[TRANSFER] = json.dumps(_HOLD)
     return body.edited(drop=api.prefill_drop | _NEVER, put=ours)
 
 
-def serving_body(api: Api, body: Body, hints: EngineHints, *, held: bytes | None = None) -> bytes:
+def serving_body(
+    api: Api,
+    body: Body,
+    hints: EngineHints,
+    *,
+    salt: str | None = None,
+    held: bytes | None = None,
+) -> bytes:
     """Make the body of the leg whose answer the client gets.
 
     Args:
         api: the API that it is for.
         body: the client's.
         hints: of this leg.
+        salt: ``cache_salt`` of the call, None to leave the client's.
         held: in a stock hand-over what the prefill engine has said, as JSON.
     """
-    ours = _ours(api, body, hints)
+    ours = _ours(api, body, hints, salt)
     if held is not None:
         ours[TRANSFER] = held.decode()
     return body.edited(drop=_NEVER, put=ours)
@@ -120,8 +128,10 @@ def forwarded(client: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _ours(api: Api, body: Body, hints: EngineHints) -> dict[str, str]:
+def _ours(api: Api, body: Body, hints: EngineHints, salt: str | None) -> dict[str, str]:
     ours = {XARGS: body.xargs(hints.to_xargs())}
     if api.takes_session:
         ours["session_id"] = json.dumps(hints.session)
+    if salt is not None:
+        ours["cache_salt"] = json.dumps(salt)
     return ours

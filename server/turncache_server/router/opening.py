@@ -18,6 +18,7 @@ from turncache_server.router.body import Body
 from turncache_server.router.errors import EngineRefused, LegFailed
 from turncache_server.router.events import LegFailure
 from turncache_server.router.following import History
+from turncache_server.router.keys import ANYBODY, Caller
 from turncache_server.router.legs import (
     ANSWER_HEADERS,
     leg_headers,
@@ -46,6 +47,8 @@ class CallInput:
         root: namespaced id that the session is placed by.
         headers: the client's headers with lower-case names.
         started_s: when the request arrived.
+        caller: whose call it is.
+        salt: ``cache_salt`` of the call, None to leave the client's.
         return_enabled: the switch at that moment.
     """
 
@@ -60,6 +63,8 @@ class CallInput:
     started_s: float
     return_enabled: bool
     history: History | None = None
+    caller: Caller = ANYBODY
+    salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,26 +159,27 @@ class Opening:
             retain_s=0.0 if self._call.return_enabled else self._call.tags.retain_s,
             handover=not self._plan.stock,
         )
-        async with await self._post(
-            engine, "p", prefill_body(self._call.api, self._call.body, hints)
-        ) as leg:
+        call = self._call
+        body = prefill_body(call.api, call.body, hints, salt=call.salt)
+        async with await self._post(engine, "p", body) as leg:
             first = await self._checked(engine, leg)
-            body = await leg.rest(first, self._services.config.max_answer_bytes)
-        collector = self._call.api.collector(1, False)
-        collector.add(body)
+            answer = await leg.rest(first, self._services.config.max_answer_bytes)
+        collector = call.api.collector(1, False)
+        collector.add(answer)
         if (problem := collector.ending().problem) is not None:
             raise LegFailed(
                 engine.name, "bad_answer", f"failed to prefill: {problem}", consumed=True
             )
         if self._plan.stock:
-            self._held = transfer_params(body)
+            self._held = transfer_params(answer)
         self.prefill_s = self._services.clock() - began_s
         return engine
 
     async def _serve(self, engine: EngineView, kind: str, source: str | None) -> Opened:
         """Run the serving leg up to the first byte of its answer."""
         hints = self._hints(kind, source=source, retain_s=self._call.tags.retain_s)
-        body = serving_body(self._call.api, self._call.body, hints, held=self._held)
+        call = self._call
+        body = serving_body(call.api, call.body, hints, salt=call.salt, held=self._held)
         leg = await self._post(engine, kind[0], body)
         try:
             first = await self._checked(engine, leg)
@@ -192,6 +198,7 @@ class Opening:
         return EngineHints(
             session=tags.session_id,
             parent=tags.parent_id,
+            tenant=self._call.caller.label,
             retain_s=retain_s,
             priority=tags.priority,
             source=source,

@@ -20,12 +20,14 @@ class CallRecord:
 
     Attributes:
         state: ``running``, ``done``, ``failed`` or ``cancelled``.
+        tenant: whose call it is, None without keys.
         final: nothing here will change.
     """
 
     request: str
     plan: Plan
     reason: Reason
+    tenant: str | None = None
     state: str = "running"
     final: bool = False
     outcome: Outcome | None = None

@@ -10,6 +10,7 @@ from turncache_server.router.config import RouterConfig
 from turncache_server.router.events import Events
 from turncache_server.router.following import Conversations
 from turncache_server.router.forecast import Forecast
+from turncache_server.router.keys import KeyFile
 from turncache_server.router.outcomes import AsksControl
 from turncache_server.router.pool import Pool
 from turncache_server.router.records import CallRecords
@@ -38,6 +39,7 @@ class Services:
         clock: monotonic seconds.
         new_id: makes a call's id: unique, and not guessable, because it opens the record.
         engine_key: the router's own key for engines, None to pass the client's on.
+        keys: of the router's clients, None to serve everybody.
     """
 
     config: RouterConfig
@@ -54,3 +56,4 @@ class Services:
     clock: Callable[[], float]
     new_id: Callable[[], str]
     engine_key: str | None
+    keys: KeyFile | None = None

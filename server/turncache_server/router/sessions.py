@@ -9,6 +9,7 @@ failed it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -25,9 +26,9 @@ def namespaced(session_id: str, *, tenant: str | None = None) -> str:
     return "t-" + hashlib.blake2b(text, digest_size=20).hexdigest()
 
 
-def answer_key(answer_id: str) -> str:
+def answer_key(answer_id: str, tenant: str | None) -> str:
     """Return the key of an answer that an engine keeps; no session id holds a space."""
-    return f"answer {answer_id}"
+    return f"answer {namespaced(answer_id, tenant=tenant)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,10 @@ class SessionTable:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def newest(self, max_entries: int) -> list[tuple[str, SessionEntry]]:
+        """Return the sessions that were used last, the latest first."""
+        return list(itertools.islice(reversed(self._entries.items()), max_entries))
 
     def get(self, session: str) -> SessionEntry | None:
         """Return a session's entry and mark it as used."""
