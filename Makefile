@@ -65,7 +65,8 @@ test-foreign: setup ## the client inside other frameworks, in environments of th
 test: lint test-fast test-openai test-foreign test-scheduler test-engine ## everything that CI runs
 
 .PHONY: perf-engine
-perf-engine: setup-engine ## time the free queue against vLLM's own
+perf-engine: setup-engine ## traces against LRU and clairvoyance; the free queue against vLLM's own
+	@$(ENGINE) -m tests.perf.bench_traces
 	@$(ENGINE) tests/perf/bench_free_queue.py
 
 .PHONY: perf-client

@@ -86,7 +86,9 @@ def test_metrics_are_the_sum_of_the_records(made: World) -> None:
 
 def test_what_was_lost_is_counted_with_its_reason(made: World) -> None:
     """The number that should be 0, and why it is not."""
-    engine = Engine(made, connector="ClockedRetention", settings={"retain_budget": 0.0})
+    engine = Engine(
+        made, connector="ClockedRetention", settings={"retain_budget": 0.0, "lend_after_s": 0}
+    )
     exposed = Exposed(engine)
     talk = Conversation("s")
     talk.call(engine, 60)

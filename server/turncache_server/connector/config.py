@@ -51,6 +51,8 @@ class Settings:
         retain_max_s: longest retention that a call may ask for, in seconds.
         retain_budget: share of the pool that may be retained.
         tenant_budget: share of the pool that one tenant may retain.
+        lend_after_s: seconds after which what calls without a session have used is lent to
+            sessions beyond the budgets; 0 lends nothing.
         pull_timeout_s: longest time for a pull, None to derive it from the prompt.
         handover_s: seconds for which prefill keeps a prompt that decode has not taken.
         control_address: address of the control socket, None for none.
@@ -74,6 +76,7 @@ class Settings:
     retain_max_s: float = MAX_RETAIN_S
     retain_budget: float = 0.5
     tenant_budget: float = 0.25
+    lend_after_s: float = 600.0
     pull_timeout_s: float | None = None
     handover_s: float = 30.0
     control_address: str | None = None
@@ -121,6 +124,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         retain_max_s=retain_max_s,
         retain_budget=read.share("retain_budget", 0.5),
         tenant_budget=read.share("tenant_budget", 0.25),
+        lend_after_s=read.seconds("lend_after_s", 600.0),
         pull_timeout_s=None if timeout == "auto" else read.seconds("pull_timeout_s", 0.0),
         handover_s=read.seconds("handover_s", 30.0),
         control_address=_control_address(section, name=name, keyed=secret_file is not None),

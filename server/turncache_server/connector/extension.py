@@ -58,6 +58,7 @@ def limits_of(facts: EngineFacts, settings: Settings) -> Limits:
         num_blocks=facts.num_blocks,
         retain_budget=settings.retain_budget,
         tenant_budget=settings.tenant_budget,
+        lend_after_s=settings.lend_after_s,
         retain_max_s=settings.retain_max_s,
         retain_default_s=settings.retain_default_s,
         handover_s=settings.handover_s,
@@ -351,6 +352,8 @@ class Extension:
         call = self._calls.pop(request.request_id, None)
         if call is None:
             self._write_down(request, block_ids, None, None)
+            if self.mode is not Mode.OFF:
+                self.table.ordinary(len(block_ids), now_s=self._clock())
             return
         record = call.record or self._record(call, pull)
         self.book.finish(call.hints.request, record)

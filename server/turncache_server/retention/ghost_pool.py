@@ -188,6 +188,8 @@ class GhostPool:
                 self._drop_hash(block)
         if admission is not None:
             self._finish(grant, admission, hashes[:complete], ended)
+        else:
+            self.table.ordinary(len(grant.blocks), now_s=ended.now_s)
         self._release(grant)
 
     def abandon(self, grant: Grant | None, admission: Admission | None, now_s: float) -> None:

@@ -99,8 +99,10 @@ class LineageTable:
         self._limits = limits
         self._policy = policy
         self._budgets = Budgets(
+            num_blocks=limits.num_blocks,
             pool_blocks=int(limits.num_blocks * limits.retain_budget),
             tenant_blocks=int(limits.num_blocks * limits.tenant_budget),
+            lend_after_s=limits.lend_after_s,
         )
         self._registry = Registry(
             max_sessions=limits.max_sessions, max_known=KNOWN_POOLS * limits.num_blocks
@@ -211,11 +213,17 @@ class LineageTable:
                     if lineage.retain_s:
                         # What only the superseded chains used has no future.
                         change.dead += change.blocks[start:]
+                    else:
+                        self._budgets.ordinary(len(chain), now_s)
                     self._forget_sessions(keep=record)
                 self._rest(record)
         if handover and chain and self._limits.handover_s > 0:
             self._hand_over(chain, now_s, change)
         return self._settle(change, now_s)
+
+    def ordinary(self, num_blocks: int, *, now_s: float) -> None:
+        """Hear that a call without a session has ended, and how many blocks it had."""
+        self._budgets.ordinary(num_blocks, now_s)
 
     def cancel(self, admission: Admission, *, now_s: float) -> Effect:
         """End a call without a result.
@@ -455,7 +463,7 @@ class LineageTable:
 
     def _settle(self, change: _Change, now_s: float) -> Effect:
         self._expire_due(now_s, change)
-        clip = self._budgets.enforce(self.board, lambda: self._ranked(now_s), change.blocks)
+        clip = self._budgets.enforce(self.board, lambda: self._ranked(now_s), change.blocks, now_s)
         if clip is not None:
             budget, num_blocks = clip
             change.clipped.append(f"{num_blocks} wanted blocks given up for {budget}")

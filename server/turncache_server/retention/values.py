@@ -44,6 +44,9 @@ class Limits:
         num_blocks: blocks in the pool.
         retain_budget: share of the pool that sessions may want together.
         tenant_budget: share of the pool that one named tenant may want.
+        lend_after_s: room beyond the budgets is lent to sessions, except for what calls that
+            want nothing have used in this time, and tenants' room to each other; 0 lends
+            nothing.
         retain_max_s: longest retention that a call may ask for.
         retain_default_s: retention of a call that asks for none.
         handover_s: how long a prompt is kept for a peer that has not verified it.
@@ -54,6 +57,7 @@ class Limits:
     num_blocks: int
     retain_budget: float = 0.5
     tenant_budget: float = 0.25
+    lend_after_s: float = 0.0
     retain_max_s: float = 3600.0
     retain_default_s: float = 120.0
     handover_s: float = 30.0

@@ -57,6 +57,40 @@ def test_a_budget_smaller_than_what_is_shared_still_holds() -> None:
     assert wanted(lineages, 20) == {0, 1}
 
 
+def test_room_that_ordinary_calls_leave_is_lent() -> None:
+    """Until one comes: then sessions give back what it used, down to the budget."""
+    lineages = table(num_blocks=20, retain_budget=0.5, lend_after_s=60)
+    assert call(lineages, "old", "a" * 9, retain_s=500).clipped is None
+    assert call(lineages, "new", "b" * 9, first_block=10, retain_s=900).clipped is None
+    lineages.ordinary(4, now_s=1)
+    assert (
+        lineages.expire(1).clipped == "2 wanted blocks given up for the pool's budget of 16 blocks"
+    )
+    lineages.ordinary(100, now_s=2)
+    lineages.expire(2)
+    assert lineages.stats().wanted_blocks == 10
+    call(lineages, "later", "c" * 9, now_s=130, retain_s=500)
+    assert lineages.stats().wanted_blocks > 10
+
+
+def test_a_call_that_retains_nothing_is_an_ordinary_one() -> None:
+    """What it used is not lent."""
+    lineages = table(num_blocks=20, retain_budget=0.5, lend_after_s=60)
+    call(lineages, "none", "d" * 12, retain_s=0)
+    assert call(lineages, "s", "a" * 15).clipped_blocks == 5
+
+
+def test_a_tenant_is_lent_what_the_others_leave() -> None:
+    """Another tenant gets its part at once, from whoever is over its own."""
+    lineages = table(num_blocks=20, retain_budget=0.5, tenant_budget=0.25, lend_after_s=60)
+    assert call(lineages, "s", "a" * 16, tenant="mine", retain_s=900).clipped is None
+    effect = call(lineages, "t", "bbbb", first_block=16, tenant="other", retain_s=1)
+    assert effect.clipped is None
+    lineages.ordinary(4, now_s=0)
+    assert lineages.expire(0).clipped_blocks == 4
+    assert wanted(lineages, 20) == {*range(12), 16, 17, 18, 19}
+
+
 def test_priorities_order_within_a_tenant_only() -> None:
     """A tenant cannot gain against another one by asking for more."""
     lineages = table()
