@@ -77,6 +77,10 @@ perf-client: setup ## time the client against the stock one
 perf-langgraph: setup ## time the LangGraph integration against the stock model
 	@$(PY) -m tests.perf.bench_langgraph
 
+.PHONY: perf-router
+perf-router: setup ## time the router against vllm-router (PERF="--long")
+	@$(PY) -m tests.perf.bench_router $(PERF)
+
 .PHONY: clean
 clean: ## remove what was built here; the cache of models stays
 	@rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -68,6 +68,9 @@ class EngineAnswer:
 
     async def _read(self, limit_s: float) -> bytes:
         try:
+            # What has arrived while the last part was written needs no timer.
+            if part := self._response.content.read_nowait():
+                return part
             async with asyncio.timeout(limit_s):
                 return await self._response.content.readany()
         except TimeoutError as error:
