@@ -1,6 +1,6 @@
 """The router against vllm-router (Rust, from PyPI) and against calling engines directly.
 
-``python -m tests.perf.bench_router [--quick] [--long [SECONDS]] [--profile] [--base CHECKOUT]``
+``python -m tests.perf.bench_router [--quick] [--long [SECONDS]] [--base CHECKOUT]``
 
 Fake engines (prefill and decode, ``router_engine.py``) stream 64 chunks, a load generator
 (``router_load.py``) reads them; each is a process of its own, and the candidates take turns

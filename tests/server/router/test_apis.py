@@ -219,6 +219,58 @@ def test_what_is_impossible_is_refused_by_name(
     assert caught.value.status == 400
 
 
+ATOMS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 20)
+    | st.sampled_from(["", "x", "\ud800", "assistant", "tool_result", "image", "reasoning", "auto"])
+)
+KEYS = st.sampled_from(
+    ["role", "content", "type", "text", "tool_calls", "output", "function", "budget_tokens"]
+)
+ANY_JSON = st.recursive(
+    ATOMS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=8,
+)
+MEMBERS = st.dictionaries(
+    st.sampled_from(
+        [
+            *("messages", "prompt", "input", "system", "thinking", "tools", "tool_choice"),
+            *("max_tokens", "max_output_tokens", "min_tokens", "n", "stop", "suffix", "echo"),
+            *("metadata", "vllm_xargs", "cache_salt", "truncation", "previous_response_id"),
+        ]
+    ),
+    ANY_JSON,
+    max_size=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(APIS), MEMBERS)
+def test_any_body_is_read_or_refused(api: Any, members: dict[str, Any]) -> None:
+    """Whatever JSON a client sends, it gets an answer of ours or a call is made of it."""
+    first = BODIES.get(api.name, {"messages": [{"role": "user", "content": "x"}]})
+    body = parse({**first, **members})
+    try:
+        api.read(body)
+        legs = prefill_body(api, body, HINTS, salt="z"), serving_body(api, body, HINTS)
+    except ApiError as error:
+        assert 400 <= error.status < 500
+        return
+    assert json.loads(legs[0])["cache_salt"] == "z"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(APIS), st.lists(st.dictionaries(KEYS, ANY_JSON, max_size=4), max_size=4))
+def test_any_answer_can_be_judged(api: Any, events: list[dict[str, Any]]) -> None:
+    """Whatever an engine sends, judging it raises nothing."""
+    collector = api.collector(1, False)
+    for event in events:
+        collector.add(json.dumps(event).encode())
+    assert collector.ending() == collector.ending()
+
+
 async def test_a_kept_answer_is_continued_where_it_is_kept() -> None:
     """A request that names an answer goes to the decode engine that made it, in one piece."""
     async with fake_pair(decodes=3) as ([prefill], decodes), bench(prefill, *decodes) as running:

@@ -23,22 +23,21 @@ _WORDS: Final = {
     dict: "an object",
 }
 #: Types of content that are text to the model; everything else is images, sound or files.
-_TEXT_PARTS: Final = frozenset(
-    {
-        "input_text",
-        "output_text",
-        "reasoning",
-        "reasoning_text",
-        "redacted_thinking",
-        "refusal",
-        "server_tool_use",
-        "summary_text",
-        "text",
-        "thinking",
-        "tool_reference",
-        "tool_result",
-        "tool_use",
-    }
+# Not a set: a client may send any JSON as a type, and not all of it can be hashed.
+_TEXT_PARTS: Final = (
+    "input_text",
+    "output_text",
+    "reasoning",
+    "reasoning_text",
+    "redacted_thinking",
+    "refusal",
+    "server_tool_use",
+    "summary_text",
+    "text",
+    "thinking",
+    "tool_reference",
+    "tool_result",
+    "tool_use",
 )
 
 

@@ -38,7 +38,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "vllm_xargs": (dict,),
 }
 #: What the model has said in an earlier call.
-_ANSWERS: Final = frozenset({"reasoning", "function_call", "custom_tool_call"})
+_ANSWERS: Final = ("reasoning", "function_call", "custom_tool_call")
 
 
 def read_response(body: Body) -> CallRequest:
