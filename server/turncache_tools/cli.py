@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from turncache_tools.control import mode, stats
+from turncache_tools.control import mode, sessions, stats
 from turncache_tools.doctor import doctor
+from turncache_tools.draining import drain
 from turncache_tools.flags import flags
 from turncache_tools.report import report
 from turncache_tools.router_verb import router
@@ -50,6 +51,8 @@ app.command(cls=PassingOn)(takes_stack(flags))
 app.command()(router)
 app.command()(mode)
 app.command()(stats)
+app.command()(sessions)
+app.command()(drain)
 app.command()(report)
 app.command()(doctor)
 

@@ -1,4 +1,4 @@
-"""``turncache mode`` and ``turncache stats``: questions to control sockets of engines."""
+"""``turncache mode``, ``stats`` and ``sessions``: questions to control sockets of engines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from turncache.protocol import Mode
 from turncache_server.control.addresses import check_address
 from turncache_server.control.client import ControlClient, switch_mode
 from turncache_server.control.keys import FleetKeys, read_fleet_keys
-from turncache_server.control.messages import ModeReply, SetMode, Stats, StatsReply
+from turncache_server.control.messages import (
+    MAX_SESSIONS,
+    ModeReply,
+    SessionRow,
+    Sessions,
+    SessionsReply,
+    SetMode,
+    Stats,
+    StatsReply,
+)
 from turncache_tools.shell import CHECK_FAILED, progress, write_json, write_table
 
 TIMEOUT_S: Final = 5.0
 
-_ReplyT = TypeVar("_ReplyT", ModeReply, StatsReply)
+_ReplyT = TypeVar("_ReplyT", ModeReply, StatsReply, SessionsReply)
 
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 Addresses = Annotated[
@@ -98,6 +107,85 @@ def stats(
         [(name, *(_number(column.get(name)) for column in columns)) for name in names],
     )
     _raise_first(silent)
+
+
+def sessions(
+    engines: Addresses,
+    limit: Annotated[
+        int, typer.Option(help="Sessions of each engine, the largest.", min=0, max=MAX_SESSIONS)
+    ] = 100,
+    fleet_secret_file: SecretFile = None,
+    timeout: Timeout = TIMEOUT_S,
+    as_json: Json = False,
+) -> None:
+    """Show the sessions that engines keep or serve; ids are the digests of the router's log."""
+    keys = fleet_keys(fleet_secret_file)
+    addresses = control_addresses(engines, keyed=keys is not None)
+    replies, silent = _ask_each(
+        addresses,
+        keys,
+        lambda client, address: client.ask(
+            address, Sessions(limit=limit), SessionsReply, timeout_s=timeout
+        ),
+    )
+    for address, error in silent.items():
+        progress(f"{address}: {error}")
+    if as_json:
+        write_json({address: _sessions_data(reply) for address, reply in replies.items()})
+    else:
+        names = ("engine", "session", "state", "tokens", "blocks", "chains", "expected", "kept")
+        rows = [
+            (reply.name or address, *_session_row(row, reply.block_size))
+            for address, reply in replies.items()
+            for row in reply.rows
+        ]
+        write_table(names, rows)
+        for address, reply in replies.items():
+            draining = ", draining" if reply.draining else ""
+            progress(
+                f"{reply.name or address}: {len(reply.rows)} of {reply.num_sessions} sessions, "
+                f"{reply.num_calls} calls, {reply.num_handovers} hand-overs{draining}"
+            )
+    _raise_first(silent)
+
+
+def _sessions_data(reply: SessionsReply) -> dict[str, object]:
+    return {
+        "name": reply.name,
+        "side": reply.side,
+        "draining": reply.draining,
+        "num_sessions": reply.num_sessions,
+        "num_calls": reply.num_calls,
+        "num_handovers": reply.num_handovers,
+        "sessions": [
+            {
+                "session": row.session,
+                "state": row.state,
+                "lineages": row.lineages,
+                "kept_blocks": row.kept_blocks,
+                "kept_tokens": row.kept_blocks * reply.block_size,
+                "expected_s": row.expected_s,
+                "kept_s": row.kept_s,
+            }
+            for row in reply.rows
+        ],
+    }
+
+
+def _session_row(row: SessionRow, block_size: int) -> tuple[str, ...]:
+    return (
+        row.session,
+        row.state,
+        str(row.kept_blocks * block_size),
+        str(row.kept_blocks),
+        str(row.lineages),
+        _seconds(row.expected_s),
+        _seconds(row.kept_s),
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} s"
 
 
 def _ask_each(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -45,6 +45,47 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
         {"type": "mode", "mode": "off", "ticket": "t:1"},
     ),
     (m.Stats(), {"type": "stats"}),
+    (
+        m.SetDraining(draining=True, ticket="t:1"),
+        {"type": "drain", "draining": True, "ticket": "t:1"},
+    ),
+    (m.Sessions(limit=7), {"type": "sessions", "limit": 7}),
+    (
+        m.SessionsReply(
+            name="decode-0",
+            side="decode",
+            rows=[
+                m.SessionRow(
+                    session="0a", state="waiting", lineages=1, kept_blocks=3, expected_s=2.5
+                )
+            ],
+            num_sessions=2,
+            num_handovers=1,
+            num_calls=4,
+            block_size=16,
+            draining=True,
+        ),
+        {
+            "type": "sessions_reply",
+            "name": "decode-0",
+            "side": "decode",
+            "rows": [
+                {
+                    "session": "0a",
+                    "state": "waiting",
+                    "lineages": 1,
+                    "kept_blocks": 3,
+                    "expected_s": 2.5,
+                    "kept_s": None,
+                }
+            ],
+            "num_sessions": 2,
+            "num_handovers": 1,
+            "num_calls": 4,
+            "block_size": 16,
+            "draining": True,
+        },
+    ),
     (
         m.HelloReply(
             name="decode-0",
@@ -125,8 +166,15 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
         },
     ),
     (
-        m.ModeReply(mode="observe", why="", pulls=False, ticket="t:1"),
-        {"type": "mode_reply", "mode": "observe", "why": "", "pulls": False, "ticket": "t:1"},
+        m.ModeReply(mode="observe", why="", pulls=False, ticket="t:1", draining=True),
+        {
+            "type": "mode_reply",
+            "mode": "observe",
+            "why": "",
+            "pulls": False,
+            "ticket": "t:1",
+            "draining": True,
+        },
     ),
     (
         m.StatsReply(counters={"calls": 1.0}, gauges={"blocks": 2.0}),
@@ -138,7 +186,7 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
     ),
 ]
 IDS = [type(message).__name__ for message, _ in GOLDEN]
-QUESTIONS = (m.Hello, m.Peek, m.Verify, m.Call, m.Signal, m.SetMode, m.Stats)
+QUESTIONS = get_args(m.Request)
 
 
 def on_the_wire(v: int, number: int, body: object) -> bytes:

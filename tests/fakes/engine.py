@@ -34,6 +34,10 @@ from turncache_server.control.messages import (
     Refusal,
     Reply,
     Request,
+    SessionRow,
+    Sessions,
+    SessionsReply,
+    SetDraining,
     SetMode,
     Signal,
     SignalReply,
@@ -176,6 +180,8 @@ class FakeEngine:
         replies: outcomes by ``tc_request``, as the control socket tells them.
         signals: what the control socket was told of sessions.
         mode: of the extension; in any but ``on`` it pulls nothing.
+        draining: what it was told, and tells routers.
+        kept: sessions that it keeps: all that it has answered and that were not ended.
     """
 
     def __init__(
@@ -206,6 +212,8 @@ class FakeEngine:
         self.replies: dict[str, CallReply] = {}
         self.signals: list[Signal] = []
         self.mode = "on"
+        self.draining = False
+        self.kept: set[str] = set()
         self.port = 0
         self._with_control = control
         self._control: ControlServer | None = None
@@ -281,12 +289,39 @@ class FakeEngine:
                 return self.replies.get(request.request, CallReply(found=False))
             case SetMode():
                 self.mode = request.mode or self.mode
-                return ModeReply(mode=self.mode, pulls=self.mode == "on")
+                return self._in_force()
+            case SetDraining():
+                self.draining = request.draining
+                return self._in_force()
+            case Sessions():
+                return self._sessions()
             case Signal():
                 self.signals.append(request)
+                if request.kind == "final":
+                    self.kept.discard(request.session)
                 known = any(seen.xargs.get("tc_session") == request.session for seen in self.seen)
                 return SignalReply(accepted=known)
         return Refusal(code="unsupported", why=f"the fake does not know {request!r}")
+
+    def _in_force(self) -> ModeReply:
+        return ModeReply(
+            mode=self.mode, pulls=self.mode == "on", ticket="t", draining=self.draining
+        )
+
+    def _sessions(self) -> SessionsReply:
+        return SessionsReply(
+            name=self.name,
+            side=self.side,
+            rows=[
+                SessionRow(session=name, state="waiting", lineages=1, kept_blocks=1)
+                for name in sorted(self.kept)
+            ],
+            num_sessions=len(self.kept),
+            num_handovers=0,
+            num_calls=self.num_active,
+            block_size=BLOCK_TOKENS,
+            draining=self.draining,
+        )
 
     # --- HTTP ----------------------------------------------------------------------------
 
@@ -429,6 +464,7 @@ class FakeEngine:
         )
         answer = Answer.to(body, total, held)
         if body.get("max_tokens") != 1:
+            self.kept.add(xargs.get("tc_session", ""))
             message = [*body["messages"], answer.message]
             self.kv.write(chain_of(render(message, body.get("tools"))))
         return answer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,9 @@ from turncache_server.control.messages import (
     Refusal,
     Reply,
     Request,
+    SessionRow,
+    Sessions,
+    SessionsReply,
     SetMode,
     Stats,
     StatsReply,
@@ -72,6 +75,7 @@ class ControlledEngine:
     stays: str = ""
     stats: Mapping[str, float] = field(default_factory=dict)
     hello: Mapping[str, Any] = field(default_factory=dict)
+    sessions: Sequence[SessionRow] = ()
 
     def answer(self, request: Request) -> Reply:
         """Answer as the extension does."""
@@ -79,6 +83,16 @@ class ControlledEngine:
             if request.mode and not self.stays:
                 self.mode = request.mode
             return ModeReply(mode=self.mode, why=self.stays, ticket="t:0")
+        if isinstance(request, Sessions):
+            return SessionsReply(
+                name="decode-0",
+                side="decode",
+                rows=list(self.sessions[: request.limit]),
+                num_sessions=len(self.sessions),
+                num_handovers=1,
+                num_calls=2,
+                block_size=16,
+            )
         if isinstance(request, Stats):
             return StatsReply(counters=dict(self.stats), gauges={"free_blocks": 7})
         if isinstance(request, Hello):

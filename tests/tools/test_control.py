@@ -11,6 +11,7 @@ import pytest
 from tests.fakes.vllm_program import write_python
 from tests.tools.conftest import ControlledEngine, Ran, Secret
 from turncache_server.control.keys import derive_keys
+from turncache_server.control.messages import SessionRow
 
 Run = Callable[..., Ran]
 Control = Callable[..., ControlledEngine]
@@ -198,3 +199,31 @@ def test_doctor_agrees_when_engines_match(
     assert ran.code == 1
     assert "engines can exchange KV" in ran.out
     assert "does not answer /health" in ran.out
+
+
+def test_sessions_are_a_table_of_all_engines(turncache: Run, control: Control) -> None:
+    """What is kept in tokens, when it is expected; the limit is said, JSON has all numbers."""
+    rows = [
+        SessionRow(session="0a0a", state="waiting", lineages=2, kept_blocks=9, expected_s=-3.4),
+        SessionRow(session="0b0b", state="serving", lineages=1, kept_blocks=4, kept_s=70.0),
+    ]
+    first, second = control(sessions=rows), control()
+    ran = turncache("sessions", first.address, second.address)
+    assert ran.code == 0
+    shown = {line.split()[1]: line.split()[2:] for line in ran.out.splitlines()[1:]}
+    assert shown["0a0a"] == ["waiting", "144", "9", "2", "-3", "s", "-"]
+    assert shown["0b0b"] == ["serving", "64", "4", "1", "-", "70", "s"]
+    ran = turncache("sessions", first.address, "--limit", "1", "--json")
+    (data,) = json.loads(ran.out).values()
+    assert (data["num_sessions"], data["num_handovers"], data["num_calls"]) == (2, 1, 2)
+    assert [row["session"] for row in data["sessions"]] == ["0a0a"]
+    assert data["sessions"][0]["kept_tokens"] == 144
+    assert "1 of 2 sessions" in turncache("sessions", first.address, "--limit", "1").err
+
+
+@pytest.mark.parametrize("verb", ["drain", "sessions"])
+def test_an_engine_that_is_gone_cannot_be_drained_or_listed(turncache: Run, verb: str) -> None:
+    """The code is 4, and the address is named."""
+    ran = turncache(verb, "tcp://127.0.0.1:1", *(("--timeout", "0.2") if verb != "drain" else ()))
+    assert ran.code == 4
+    assert "tcp://127.0.0.1:1" in ran.err

@@ -42,6 +42,7 @@ from turncache_server.retention.mailbox import (
     SwitchMode,
 )
 from turncache_server.retention.policy import policy_named
+from turncache_server.retention.sessions import KeptSession
 
 logger = logging.getLogger(__name__)
 
@@ -532,6 +533,15 @@ class Extension:
 
     # --- for the control thread: reads only ---------------------------------------------------
 
+    def kept_sessions(self) -> list[KeptSession]:
+        """List the sessions that are kept or served."""
+        return self.table.kept(self._clock())
+
+    @property
+    def num_calls(self) -> int:
+        """Calls in flight, of any session or none."""
+        return len(self._calls)
+
     def gauges(self) -> dict[str, float]:
         """Return the present state in numbers."""
         queue = self._queue
@@ -552,7 +562,7 @@ class Extension:
             **classes,
             "sessions": float(stats.sessions),
             "lineages": float(stats.lineages),
-            "calls_in_flight": float(len(self._calls)),
+            "calls_in_flight": float(self.num_calls),
             "in_order": float(self.ledger.in_order),
             "broken": float(self.broken is not None),
             **{f"mode_{mode.value}": float(mode is self.mode) for mode in Mode},

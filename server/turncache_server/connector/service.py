@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from turncache.protocol import Mode
 from turncache_server.connector.config import SECTION, Settings
@@ -20,6 +22,10 @@ from turncache_server.control.messages import (
     Refusal,
     Reply,
     Request,
+    SessionRow,
+    Sessions,
+    SessionsReply,
+    SetDraining,
     SetMode,
     Signal,
     SignalReply,
@@ -30,6 +36,7 @@ from turncache_server.control.messages import (
 )
 from turncache_server.control.server import ControlServer
 from turncache_server.retention.mailbox import Signalled, SwitchMode
+from turncache_server.retention.sessions import KeptSession
 from turncache_server.retention.values import Signal as Kind
 
 #: Side channel of engines that exchange KV: host and port.
@@ -39,9 +46,10 @@ Endpoint = tuple[str, int]
 class Service:
     """Answers for one engine.
 
-    A change of mode needs the ticket that the last answer about the mode has shown, which names
-    this start of the engine and the changes so far: a message that arrives twice, or that was
-    meant for the process before, changes nothing.
+    Owner of whether the engine is draining, which only routers act upon, and which ends with the
+    process. A change of it or of the mode needs the ticket that the last answer about the mode
+    has shown, which names this start of the engine and the changes so far: a message that
+    arrives twice, or that was meant for the process before, changes nothing.
 
     Args:
         extension: the engine's extension.
@@ -63,7 +71,8 @@ class Service:
         self._endpoint = endpoint
         self._more_stats = more_stats
         self._start = uuid.uuid4().hex
-        self._num_mode_changes = 0
+        self._num_changes = 0
+        self._draining = False
 
     def __call__(self, request: Request) -> Reply:
         """Answer one question."""
@@ -78,8 +87,10 @@ class Service:
                 return self._call(request)
             case Signal():
                 return self._signal(request)
-            case SetMode():
-                return self._mode(request)
+            case SetMode() | SetDraining():
+                return self._change(request)
+            case Sessions():
+                return self._sessions(request)
             case Stats():
                 return StatsReply(
                     counters={**self._extension.counters(), **self._more_stats()},
@@ -157,15 +168,14 @@ class Service:
             return SignalReply(accepted=False, why="the engine's mailbox is full; try again")
         return SignalReply(accepted=True, clipped_s=clipped_s)
 
+    def _change(self, request: SetMode | SetDraining) -> Reply:
+        return self._mode(request) if isinstance(request, SetMode) else self._drain(request)
+
     def _mode(self, request: SetMode) -> Reply:
         extension = self._extension
         # Without a ticket it comes from version 1, which has none.
         if request.mode and request.ticket and request.ticket != self._ticket():
-            return Refusal(
-                code="stale",
-                why="the mode was switched since it was asked for, or the engine has restarted: "
-                "ask for the mode again",
-            )
+            return _STALE
         if request.mode and request.mode not in set(Mode):
             legal = ", ".join(mode.value for mode in Mode)
             return Refusal(code="malformed", why=f"mode {request.mode!r}: expected one of {legal}")
@@ -176,17 +186,59 @@ class Service:
         if not extension.mailbox.post(SwitchMode(request.mode)):
             return self._in_force("the engine's mailbox is full; try again")
         extension.requested_mode = Mode(request.mode)
-        self._num_mode_changes += 1
+        self._num_changes += 1
         return self._in_force("")
 
     def _in_force(self, why: str) -> ModeReply:
         extension = self._extension
         mode = extension.requested_mode
         pulls = mode is Mode.ON and not extension.facts.unsupported_pull
-        return ModeReply(mode=mode.value, why=why, pulls=pulls, ticket=self._ticket())
+        return ModeReply(
+            mode=mode.value, why=why, pulls=pulls, ticket=self._ticket(), draining=self._draining
+        )
+
+    def _drain(self, request: SetDraining) -> Reply:
+        if request.ticket != self._ticket():
+            return _STALE
+        self._draining = request.draining
+        self._num_changes += 1
+        return self._in_force("")
+
+    def _sessions(self, request: Sessions) -> Reply:
+        extension = self._extension
+        kept = extension.kept_sessions()
+        kept.sort(key=lambda each: each.wanted_blocks, reverse=True)
+        return SessionsReply(
+            name=extension.settings.name,
+            side=extension.settings.side.value,
+            rows=[_row(each) for each in kept[: request.limit]],
+            num_sessions=len(kept),
+            num_handovers=extension.table.stats().handovers,
+            num_calls=extension.num_calls,
+            block_size=extension.facts.block_size,
+            draining=self._draining,
+        )
 
     def _ticket(self) -> str:
-        return f"{self._start}:{self._num_mode_changes}"
+        return f"{self._start}:{self._num_changes}"
+
+
+_STALE: Final = Refusal(
+    code="stale",
+    why="mode or draining was switched since it was asked for, or the engine has restarted: "
+    "ask again",
+)
+
+
+def _row(kept: KeptSession) -> SessionRow:
+    return SessionRow(
+        session=hashlib.blake2b(kept.key.encode(), digest_size=6).hexdigest(),
+        state="serving" if kept.in_flight else "waiting",
+        lineages=kept.lineages,
+        kept_blocks=kept.wanted_blocks,
+        expected_s=kept.expected_s,
+        kept_s=kept.retain_s,
+    )
 
 
 def fleet_keys(settings: Settings) -> FleetKeys | None:

@@ -28,6 +28,7 @@ from turncache_server.control.messages import (
     Refusal,
     Reply,
     Request,
+    SetDraining,
     SetMode,
     decode_reply,
     encode,
@@ -266,6 +267,15 @@ def switch_mode(client: ControlClient, address: str, mode: str, *, timeout_s: fl
     """
     seen = client.ask(address, SetMode(), ModeReply, timeout_s=timeout_s)
     change = SetMode(mode=mode, ticket=seen.ticket)
+    return client.ask(address, change, ModeReply, timeout_s=timeout_s)
+
+
+def set_draining(
+    client: ControlClient, address: str, draining: bool, *, timeout_s: float
+) -> ModeReply:
+    """Let an engine's sessions go to the others, or stop that; raises as :func:`switch_mode`."""
+    seen = client.ask(address, SetMode(), ModeReply, timeout_s=timeout_s)
+    change = SetDraining(draining=draining, ticket=seen.ticket)
     return client.ask(address, change, ModeReply, timeout_s=timeout_s)
 
 

@@ -11,7 +11,8 @@ the older one.
 Version history of :data:`CONTROL_VERSION`:
 
 1. hello, peek, verify, call, signal, mode, stats.
-2. ``to`` in the envelope, the engine's name in hello, a ticket for every change of mode.
+2. ``to`` in the envelope, the engine's name in hello, a ticket for every change of mode;
+   drain and sessions, which a side without them refuses as ``unsupported``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ VERSION_SKEW: Final = 1
 #: A peek of 100,000 tokens in blocks of 16 carries 6,250 hashes of 32 bytes: 213 KB.
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 MAX_HASHES: Final = 131_072
+#: Most sessions in one answer, some 100 bytes each.
+MAX_SESSIONS: Final = 10_000
 #: Why a message was not acted upon; also the codes of a :class:`Refusal`.
 #:
 #: ``malformed`` no message, or one that breaks its form; ``too_large`` above a bound;
@@ -123,7 +126,28 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Counters and gauges of the extension."""
 
 
-Request = Hello | Peek | Verify | Call | Signal | SetMode | Stats
+class SetDraining(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Hand your sessions to the other engines, or stop doing so.
+
+    Attributes:
+        ticket: as of a change of mode.
+    """
+
+    draining: bool
+    ticket: str
+
+
+class Sessions(msgspec.Struct, frozen=True, kw_only=True, tag="sessions"):
+    """Which sessions do you keep or serve?
+
+    Attributes:
+        limit: most sessions in the answer, the largest first.
+    """
+
+    limit: int = 1000
+
+
+Request = Hello | Peek | Verify | Call | Signal | SetMode | Stats | SetDraining | Sessions
 
 
 class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
@@ -229,12 +253,15 @@ class ModeReply(msgspec.Struct, frozen=True, kw_only=True, tag="mode_reply"):
         pulls: the engine takes and gives KV by verified pulls; without them a router has
             prompts handed over as stock does.
         ticket: what the next change has to carry.
+        draining: the engine is to be stopped: routers place no session on it any more, and
+            name it as the source of those that it has.
     """
 
     mode: str
     why: str = ""
     pulls: bool = True
     ticket: str = ""
+    draining: bool = False
 
 
 class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):
@@ -242,6 +269,48 @@ class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):
 
     counters: dict[str, float]
     gauges: dict[str, float]
+
+
+class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One session of an engine. Times are seconds from the answer on.
+
+    Attributes:
+        session: digest of its namespaced id, the one in the router's log.
+        state: ``serving`` while a call is in flight, else ``waiting``.
+        lineages: chains that are remembered.
+        kept_blocks: blocks that are kept for it; what sessions share counts in each.
+        expected_s: until it is expected back, below 0 when it is overdue, None when nobody
+            knows.
+        kept_s: for how long something is kept for it, None while a call is in flight.
+    """
+
+    session: str
+    state: str
+    lineages: int
+    kept_blocks: int
+    expected_s: float | None = None
+    kept_s: float | None = None
+
+
+class SessionsReply(msgspec.Struct, frozen=True, kw_only=True, tag="sessions_reply"):
+    """The sessions that an engine keeps or serves.
+
+    Attributes:
+        rows: the largest of them.
+        num_sessions: how many there are.
+        num_handovers: prompts that a decode engine has not taken yet.
+        num_calls: calls in flight, of any session or none.
+        block_size: tokens per block.
+    """
+
+    name: str
+    side: str
+    rows: list[SessionRow]
+    num_sessions: int
+    num_handovers: int
+    num_calls: int
+    block_size: int
+    draining: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
@@ -264,6 +333,7 @@ Reply = (
     | SignalReply
     | ModeReply
     | StatsReply
+    | SessionsReply
     | Refusal
 )
 
@@ -386,6 +456,8 @@ def decode_request(body: bytes | msgspec.Raw, *, version: int = CONTROL_VERSION)
         raise ProtocolError("malformed", "block_ids, epochs and hashes differ in length")
     if isinstance(request, Signal) and not 0 <= (request.expect_s or 0.0) < math.inf:
         raise ProtocolError("malformed", f"expect_s {request.expect_s}: expected seconds from 0")
+    if isinstance(request, Sessions) and not 0 <= request.limit <= MAX_SESSIONS:
+        raise ProtocolError("too_large", f"limit {request.limit}: expected 0 to {MAX_SESSIONS}")
     if isinstance(request, SetMode) and request.mode and not request.ticket and version > 1:
         raise ProtocolError("malformed", "a change of mode without a ticket: ask for it first")
     return request

@@ -32,7 +32,7 @@ from turncache_server.retention.handovers import Handovers
 from turncache_server.retention.policy import Policy
 from turncache_server.retention.ranking import least_valuable_first
 from turncache_server.retention.registry import Registry, continues, longest, superseded
-from turncache_server.retention.sessions import Lineage, Session
+from turncache_server.retention.sessions import KeptSession, Lineage, Session, view_of
 from turncache_server.retention.values import (
     Admission,
     ChainBlock,
@@ -124,6 +124,14 @@ class LineageTable:
     def knows(self, session: str) -> bool:
         """Whether calls of the session are remembered; for any thread."""
         return session in self._registry.sessions
+
+    def kept(self, now_s: float) -> list[KeptSession]:
+        """List the sessions that want blocks or have a call in flight; for any thread."""
+        # Copied at once, each: the engine thread may be changing them.
+        wanting = list(self.board.wanting.values())
+        records = [record for record in list(self._registry.sessions.values()) if record.in_flight]
+        records += [lineage.session for lineage in wanting if lineage.session is not None]
+        return [view_of(record, now_s) for record in dict.fromkeys(records)]
 
     def admit(
         self, *, session: str, tenant: str | None, hashes: Sequence[bytes], now_s: float

@@ -114,3 +114,41 @@ class Lineage:
         for index in range(len(blocks) - 1, -1, -1):
             if blocks[index] >= 0:
                 yield blocks[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSession:
+    """A session at one moment, for people.
+
+    Attributes:
+        key: the caller's name for it.
+        in_flight: a call is being served.
+        lineages: chains that are remembered.
+        wanted_blocks: over its lineages; what they share counts in each.
+        expected_s: seconds until the soonest expectation, None without one.
+        retain_s: seconds for which something is retained, None while a call is in flight.
+    """
+
+    key: str
+    in_flight: bool
+    lineages: int
+    wanted_blocks: int
+    expected_s: float | None
+    retain_s: float | None
+
+
+def view_of(session: Session, now_s: float) -> KeptSession:
+    """Return a session as it is at ``now_s``; for any thread."""
+    lineages = list(session.lineages.values())
+    wanting = [each for each in lineages if each.wanted_blocks]
+    expected = [at_s for each in wanting if (at_s := each.expected_at_s) is not None]
+    in_flight = bool(session.in_flight)
+    until_s = max((each.retain_until_s for each in wanting), default=now_s)
+    return KeptSession(
+        key=session.key,
+        in_flight=in_flight,
+        lineages=len(lineages),
+        wanted_blocks=sum(each.wanted_blocks for each in wanting),
+        expected_s=min(expected) - now_s if expected else None,
+        retain_s=None if in_flight else max(0.0, until_s - now_s),
+    )

@@ -187,7 +187,13 @@ class PlannedCall:
             services.sessions.forget(tags.session_id)
             services.forecast.forget(tags.session_id)
         elif not self._call.anonymous:
-            services.sessions.advance(tags.session_id, served_by=engine.name, root=self._call.root)
+            left = services.sessions.advance(
+                tags.session_id, served_by=engine.name, root=self._call.root
+            )
+            if left is not None and services.pool.is_draining(left):
+                # Taken over: whoever drains it waits for this session no longer.
+                taken = Signal(session=tags.session_id, kind="final")
+                services.background.spawn(self._signal([left], taken), "leave a session")
             if ending.boundary is Boundary.TOOL:
                 self._begin_wait(engine, ending.tool_names)
 

@@ -151,6 +151,15 @@ class EnginePulls:
     pulls: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDrains:
+    """An engine begins to hand its sessions to the others, or stops."""
+
+    engine: str
+    side: str
+    draining: bool
+
+
 Event = (
     CallRefused
     | CallStarted
@@ -162,6 +171,7 @@ Event = (
     | LegFailure
     | EngineChanged
     | EnginePulls
+    | EngineDrains
 )
 Listener = Callable[[Event], None]
 

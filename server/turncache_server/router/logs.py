@@ -7,6 +7,7 @@ import logging
 from turncache_server.router.events import (
     CallEnded,
     EngineChanged,
+    EngineDrains,
     EnginePulls,
     Event,
     LegFailure,
@@ -54,6 +55,13 @@ def log_event(event: Event) -> None:
                 event.engine,
                 event.side,
                 event.mode,
+            )
+        case EngineDrains():
+            logger.info(
+                "engine %s (%s) %s",
+                event.engine,
+                event.side,
+                "drains: no session is placed on it" if event.draining else "drains no longer",
             )
         case EngineChanged():
             logger.log(

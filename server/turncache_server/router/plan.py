@@ -29,6 +29,7 @@ class EngineView:
         engine_id: name by which other engines may pull from it.
         live: its last health check succeeded and its circuit is closed.
         pulls: it takes and gives KV by verified pulls, as far as anybody knows.
+        draining: it is to be stopped: what it has goes to others, by their pulls.
         models: context length in tokens (None when the engine does not say) by served
             model name; empty before the engine has been reached.
     """
@@ -38,6 +39,7 @@ class EngineView:
     side: Side
     live: bool = True
     pulls: bool = True
+    draining: bool = False
     models: Mapping[str, int | None] = field(default_factory=dict)
 
 
@@ -101,19 +103,19 @@ def make_plan(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
         ApiError: 503, when no engine of a needed side serves the model at present.
     """
     if Side.SINGLE in snapshot.needed_sides:
-        serve = _keeper_first(request, hints, _candidates(request, hints, snapshot, Side.SINGLE))
+        serve = _keeper_first(request, hints, snapshot, Side.SINGLE)
         return CallPlan(label=Plan.SINGLE, reason=Reason.OK, prefill=(), serve=serve)
-    decode = _candidates(request, hints, snapshot, Side.DECODE)
     if request.one_engine is not None:
-        serve = _keeper_first(request, hints, decode)
+        serve = _keeper_first(request, hints, snapshot, Side.DECODE)
         return CallPlan(label=Plan.COLD, reason=Reason.UNSUPPORTED, prefill=(), serve=serve)
+    decode = _candidates(request, hints, snapshot, Side.DECODE)
     prefill = _candidates(request, hints, snapshot, Side.PREFILL)
     # One that does not pull decides for all: which of them will answer is not known yet.
     stock = not all(engine.pulls for engine in (*prefill, *decode))
     if stock:
         reason, source = Reason.DISABLED, None
     else:
-        reason, source = _source(request, hints, snapshot, decode[0])
+        reason, source = _source(request, hints, snapshot)
     return CallPlan(
         label=Plan.COLD if source is None else Plan.RETURN,
         reason=reason,
@@ -160,11 +162,17 @@ def check_model(request: CallRequest, snapshot: Snapshot) -> None:
 def _candidates(
     request: CallRequest, hints: PlanHints, snapshot: Snapshot, side: Side
 ) -> tuple[EngineView, ...]:
-    """Rank the engines of a side: the live ones, or all of them when none is.
+    """Rank the engines of a side: the live ones that stay, the live ones, or all.
 
     A health check may be late in both directions. Trying a dead engine costs a refused
     connection; refusing the call costs the call.
     """
+    live = _live(request, snapshot, side)
+    return _ranked(hints.root, [engine for engine in live if not engine.draining] or live)
+
+
+def _live(request: CallRequest, snapshot: Snapshot, side: Side) -> list[EngineView]:
+    """List the live engines of a side that serve the model, or all of them when none is live."""
     able = [
         engine
         for engine in snapshot.of_side(side)
@@ -178,16 +186,22 @@ def _candidates(
             kind=SERVER_ERROR,
             code="no_engine",
         )
-    return _ranked(hints.root, [engine for engine in able if engine.live] or able)
+    return [engine for engine in able if engine.live] or able
 
 
 def _keeper_first(
-    request: CallRequest, hints: PlanHints, engines: tuple[EngineView, ...]
+    request: CallRequest, hints: PlanHints, snapshot: Snapshot, side: Side
 ) -> tuple[EngineView, ...]:
-    """Move the engine that keeps the continued answer to the front: no other knows it."""
-    if request.continues is None:
-        return engines
-    return tuple(sorted(engines, key=lambda engine: engine.name != hints.served_by))
+    """Rank the engines for a call that one of them serves alone.
+
+    The one that keeps the continued answer comes first, because no other knows it; and a
+    draining one goes on with what it has, because the others could only compute it again.
+    """
+    engines = _candidates(request, hints, snapshot, side)
+    for engine in _live(request, snapshot, side):
+        if engine.name == hints.served_by and (request.continues is not None or engine.draining):
+            return (engine, *(each for each in engines if each is not engine))
+    return engines
 
 
 def _ranked(root: str, engines: Iterable[EngineView]) -> tuple[EngineView, ...]:
@@ -196,15 +210,17 @@ def _ranked(root: str, engines: Iterable[EngineView]) -> tuple[EngineView, ...]:
 
 
 def _source(
-    request: CallRequest, hints: PlanHints, snapshot: Snapshot, placed: EngineView
+    request: CallRequest, hints: PlanHints, snapshot: Snapshot
 ) -> tuple[Reason, str | None]:
     """Choose the decode engine to pull from: (reason, engine id or None)."""
     if not snapshot.return_enabled:
         return Reason.DISABLED, None
     if hints.served_by is None and not request.has_answers:
         return Reason.NEW_SESSION, None
+    # Where it was placed before one of them began to drain.
+    home = _ranked(hints.root, _live(request, snapshot, Side.DECODE))[0]
     last = {engine.name: engine for engine in snapshot.of_side(Side.DECODE)}.get(
-        hints.served_by or placed.name
+        hints.served_by or home.name
     )
     if last is None or not last.live:
         return Reason.SOURCE_GONE, None

@@ -1,4 +1,4 @@
-"""The engines: which are live, what they serve, and whether they pull.
+"""The engines: which are live, what they serve, whether they pull and whether they drain.
 
 Owner of that state. An engine is live when its last health check succeeded and its circuit
 is closed. A connection that is refused counts as a failed health check, and starts the next
@@ -18,7 +18,7 @@ from turncache_server.control.messages import ModeReply, SetMode
 from turncache_server.router.breaker import Breaker
 from turncache_server.router.config import EngineConfig, RouterConfig
 from turncache_server.router.errors import LegFailed
-from turncache_server.router.events import EngineChanged, EnginePulls, Events
+from turncache_server.router.events import EngineChanged, EngineDrains, EnginePulls, Events
 from turncache_server.router.outcomes import AsksControl
 from turncache_server.router.plan import EngineView, Snapshot
 from turncache_server.router.upstream import Upstream
@@ -36,6 +36,7 @@ class _Engine:
         self.healthy = False
         self.models: Mapping[str, int | None] = {}
         self.pulls = True
+        self.draining = False
         self.told_live: bool | None = None
         self.check_now = asyncio.Event()
 
@@ -101,6 +102,10 @@ class Pool:
         """Return an engine's settings."""
         return self._engines[name].config
 
+    def is_draining(self, name: str) -> bool:
+        """Whether an engine has been told to hand its sessions to the others."""
+        return self._engines[name].draining
+
     def answered(self, name: str) -> None:
         """Note that an engine has answered, whatever the status."""
         engine = self._engines[name]
@@ -161,7 +166,7 @@ class Pool:
         self._tell(engine, f"/health answered {status}")
 
     async def _ask_mode(self, engine: _Engine) -> None:
-        """Ask whether the engine pulls; one that does not say keeps what it said before."""
+        """Ask whether it pulls and drains; one that does not say keeps what it said before."""
         address = engine.config.control
         if address is None:
             return
@@ -171,6 +176,15 @@ class Pool:
             )
         except EngineFault:
             return
+        if reply.draining is not engine.draining:
+            engine.draining = reply.draining
+            self._events.emit(
+                EngineDrains(
+                    engine=engine.config.name,
+                    side=engine.config.side.value,
+                    draining=reply.draining,
+                )
+            )
         if reply.pulls is not engine.pulls:
             engine.pulls = reply.pulls
             self._events.emit(
@@ -202,6 +216,7 @@ class Pool:
             side=engine.config.side,
             live=self._live(engine),
             pulls=engine.pulls,
+            draining=engine.draining,
             models=engine.models,
         )
 

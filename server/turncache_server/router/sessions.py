@@ -79,12 +79,18 @@ class SessionTable:
         above = self._entries.get(parent)
         return above.root if above is not None else parent
 
-    def advance(self, session: str, *, served_by: str, root: str) -> None:
-        """Record that a call of the session has ended well on an engine."""
+    def advance(self, session: str, *, served_by: str, root: str) -> str | None:
+        """Record that a call of the session has ended well on an engine.
+
+        Returns:
+            The engine that it has come from, None when it stays or is new.
+        """
+        before = self._entries.get(session)
         self._entries[session] = SessionEntry(served_by=served_by, root=root)
         self._entries.move_to_end(session)
         while len(self._entries) > self._max_sessions:
             self._entries.popitem(last=False)
+        return None if before is None or before.served_by == served_by else before.served_by
 
     def forget(self, session: str) -> None:
         """Drop a session that has ended."""

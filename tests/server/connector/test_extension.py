@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -32,6 +33,9 @@ from turncache_server.control.messages import (
     Peek,
     PeekReply,
     Refusal,
+    Sessions,
+    SessionsReply,
+    SetDraining,
     SetMode,
     Signal,
     SignalReply,
@@ -688,3 +692,61 @@ def test_stats_are_numbers(desk: Desk) -> None:
     assert (reply.counters["calls"], reply.counters["pulled_blocks"]) == (1.0, 7.0)
     assert reply.gauges["blocks"] == NUM_BLOCKS
     assert isinstance(desk.pool.free_block_queue, FreeQueue)
+
+
+# --- draining -----------------------------------------------------------------------------------
+
+
+def listed(desk: Desk, limit: int = 10) -> SessionsReply:
+    """Ask for the sessions."""
+    reply = desk.service(Sessions(limit=limit))
+    assert isinstance(reply, SessionsReply)
+    return reply
+
+
+def test_sessions_that_are_kept_or_served_are_listed_by_digest(desk: Desk) -> None:
+    """The largest first, with when they are expected; one that nothing is kept for is not."""
+    desk.call("r1", session="small", num_blocks=2)
+    desk.call("r2", session="large", num_blocks=5, first=100, retain_s=60.0, expect_s=20.0)
+    desk.call("r3", session="nothing", num_blocks=3, first=200, retain_s=0.0)
+    desk.now_s += 5
+    seen = listed(desk)
+    assert (seen.num_sessions, seen.num_calls, seen.num_handovers) == (2, 0, 0)
+    assert [(row.kept_blocks, row.state) for row in seen.rows] == [(5, "waiting"), (2, "waiting")]
+    assert (seen.rows[0].expected_s, seen.rows[0].kept_s) == (15.0, 55.0)
+    assert seen.rows[0].session == hashlib.blake2b(b"large", digest_size=6).hexdigest()
+    assert len(listed(desk, limit=1).rows) == 1
+    desk.extension.arrived(request("r4", session="large", num_blocks=5, first=100))
+    seen = listed(desk)
+    assert (seen.rows[0].state, seen.rows[0].kept_s, seen.num_calls) == ("serving", None, 1)
+
+
+def test_a_session_that_was_taken_over_or_expired_is_left_no_longer(desk: Desk) -> None:
+    """By what the router signals, and by time: then nothing keeps a drain waiting."""
+    desk.call("r1", session="taken", num_blocks=2)
+    desk.call("r2", session="idle", num_blocks=2, first=100, retain_s=30.0)
+    desk.service(Signal(session="taken", kind="final"))
+    desk.extension.step_scheduled(step())
+    desk.extension.step_processed()
+    assert listed(desk).num_sessions == 1
+    desk.now_s += 31
+    desk.extension.step_scheduled(step())
+    desk.extension.step_processed()
+    assert listed(desk).num_sessions == 0
+
+
+def test_draining_is_told_to_routers_until_the_engine_ends(desk: Desk) -> None:
+    """With a ticket, as a mode; it changes nothing of what the engine does."""
+    seen = desk.service(SetMode())
+    assert isinstance(seen, ModeReply)
+    assert not seen.draining
+    drains = desk.service(SetDraining(draining=True, ticket=seen.ticket))
+    assert isinstance(drains, ModeReply)
+    assert (drains.draining, drains.mode, drains.pulls) == (True, "on", True)
+    assert listed(desk).draining
+    late = desk.service(SetDraining(draining=False, ticket=seen.ticket))
+    assert isinstance(late, Refusal)
+    assert late.code == "stale"
+    again = desk.service(SetDraining(draining=False, ticket=drains.ticket))
+    assert isinstance(again, ModeReply)
+    assert not again.draining

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from typing import Any
@@ -355,3 +356,35 @@ def test_namespaced_ids_of_two_tenants_differ() -> None:
     ids = {namespaced("s", tenant="a"), namespaced("s", tenant="b"), namespaced("bs", tenant="")}
     assert len(ids) == 3
     assert all(len(name) <= 64 and name.isascii() for name in ids)
+
+
+@given(st.text(min_size=1, max_size=8), st.sampled_from(["d0", "d1", "d2"]))
+def test_a_draining_engine_is_a_source_and_nothing_else(root: str, draining: str) -> None:
+    """Where it would have been chosen it is pulled from, remembered or not; no other moves."""
+    stays = fleet()
+    drains = Snapshot(
+        engines=tuple(
+            dataclasses.replace(each, draining=each.name == draining) for each in stays.engines
+        )
+    )
+    asked = request(messages=[USER, ANSWER, USER])
+    before = make_plan(asked, PlanHints(root=root), stays)
+    after = make_plan(asked, PlanHints(root=root), drains)
+    assert draining not in [each.name for each in after.serve]
+    assert after.source == before.source == f"id-{before.serve[0].name}"
+    if before.serve[0].name != draining:
+        assert after.serve[0].name == before.serve[0].name
+    kept = make_plan(asked, PlanHints(root=root, served_by=draining), drains)
+    assert kept.source == f"id-{draining}"
+
+
+def test_draining_engines_serve_when_no_other_lives() -> None:
+    """And one that is dead is no source."""
+    engines = tuple(
+        dataclasses.replace(each, draining=each.name in ("d0", "p0")) for each in fleet().engines
+    )
+    last = Snapshot(
+        engines=tuple(dataclasses.replace(each, live=each.name in ("d0", "p1")) for each in engines)
+    )
+    plan = make_plan(request(), PlanHints(root="r"), last)
+    assert ([e.name for e in plan.prefill], [e.name for e in plan.serve]) == (["p1"], ["d0"])
