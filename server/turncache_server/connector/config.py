@@ -15,7 +15,7 @@ from typing import Any, Final
 from turncache.errors import ConfigError
 from turncache.protocol import DEFAULT_RETAIN_S, MAX_RETAIN_S, Mode
 from turncache_server.control.addresses import check_address, is_loopback
-from turncache_server.retention.policy import POLICY_NAMES
+from turncache_server.retention.policy import POLICY_NAMES, policy_names
 
 #: Name of our nested object in ``kv_connector_extra_config``.
 SECTION: Final = "turncache"
@@ -46,7 +46,7 @@ class Settings:
         mode: do nothing, count only, or act.
         side: what this engine is for.
         name: by which peers and router name this engine; a question for another is refused.
-        policy: which lineage is worth most: ``cost`` or ``deadline``.
+        policy: which lineage is worth most: ``cost``, ``deadline`` or an entry point's name.
         retain_default_s: seconds to keep a session's KV when the call does not say.
         retain_max_s: longest retention that a call may ask for, in seconds.
         retain_budget: share of the pool that may be retained.
@@ -119,7 +119,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         mode=Mode(read.word("mode", Mode.ON, tuple(Mode))),
         side=Side(read.word("side", Side.SINGLE, tuple(Side))),
         name=name,
-        policy=read.word("policy", "cost", POLICY_NAMES),
+        policy=_policy(read),
         retain_default_s=min(read.seconds("retain_default_s", DEFAULT_RETAIN_S), retain_max_s),
         retain_max_s=retain_max_s,
         retain_budget=read.share("retain_budget", 0.5),
@@ -139,6 +139,12 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     )
 
 
+def _policy(read: _Reader) -> str:
+    # Looking for those of other packages takes longer than reading all other settings.
+    legal = POLICY_NAMES if read.has("policy", POLICY_NAMES) else policy_names()
+    return read.word("policy", "cost", legal)
+
+
 class _Reader:
     """Typed access to one section, with errors that name the setting."""
 
@@ -152,6 +158,9 @@ class _Reader:
                 f"{SECTION}.{name}", f"{value!r}: expected one of {', '.join(map(str, legal))}"
             )
         return str(value)
+
+    def has(self, name: str, values: tuple[str, ...]) -> bool:
+        return name not in self._section or self._section[name] in values
 
     def text(self, name: str) -> str:
         value = self._section.get(name, "")

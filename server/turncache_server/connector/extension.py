@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
+from turncache.errors import ConfigError
 from turncache.protocol import EngineHints, Mode, Reason
 from turncache_server.connector.config import EngineFacts, Settings
 from turncache_server.connector.pull import Pull
@@ -41,7 +42,7 @@ from turncache_server.retention.mailbox import (
     Signalled,
     SwitchMode,
 )
-from turncache_server.retention.policy import policy_named
+from turncache_server.retention.policy import Deadline, Policy, policy_named
 from turncache_server.retention.sessions import KeptSession
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,14 @@ class _Call:
     record: CallRecord | None = None
 
 
+def _policy_of(settings: Settings) -> tuple[Policy, str | None]:
+    """Return the policy of the settings, and why there is none: then one that is not used."""
+    try:
+        return policy_named(settings.policy), None
+    except ConfigError as error:
+        return Deadline(), str(error)
+
+
 class Extension:
     """Retention, written marks and call records of one engine.
 
@@ -128,7 +137,8 @@ class Extension:
         self.mode = settings.mode
         self.requested_mode = settings.mode
         self.ledger = Ledger(facts.num_blocks)
-        self.table = LineageTable(limits_of(facts, settings), policy_named(settings.policy))
+        self._policy, self._policy_problem = _policy_of(settings)
+        self.table = LineageTable(limits_of(facts, settings), self._policy)
         self.mailbox = Mailbox()
         self.book = CallBook()
         self.source: Source | None = None
@@ -165,6 +175,9 @@ class Extension:
 
     def bind(self, pool: Any) -> None:
         """Take the pool's free queue over, after the self-test."""
+        if self._policy_problem is not None:
+            self.break_off(self._policy_problem)
+            return
         if self.facts.unsupported:
             self.break_off("unsupported: " + "; ".join(self.facts.unsupported))
             return
@@ -208,7 +221,7 @@ class Extension:
 
     def _adopt_scratch(self, stock: Any) -> FreeQueue:
         ledger = Ledger(16)
-        table = LineageTable(Limits(num_blocks=16), policy_named(self.settings.policy))
+        table = LineageTable(Limits(num_blocks=16), self._policy)
         return FreeQueue.adopt(stock, num_blocks=16, ledger=ledger, table=table)
 
     def break_off(self, why: str) -> None:

@@ -6,9 +6,15 @@ A policy only compares; who is in flight, handed over or prioritised is decided 
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import ClassVar, Final, Protocol
 
 from turncache.errors import ConfigError
+
+#: Group of entry points in which other packages name their policies.
+GROUP: Final = "turncache.policies"
 
 
 class Candidate(Protocol):
@@ -33,8 +39,6 @@ class Candidate(Protocol):
 
 class Policy(Protocol):
     """Orders lineages by value."""
-
-    name: ClassVar[str]
 
     def value(self, lineage: Candidate, now_s: float) -> float:
         """Return the value of keeping the lineage at ``now_s``; higher stays longer."""
@@ -98,9 +102,60 @@ _POLICIES: Final[dict[str, type[Deadline | Cost]]] = {
 POLICY_NAMES: Final = tuple(sorted(_POLICIES))
 
 
+def policy_names() -> tuple[str, ...]:
+    """Return every name that the setting may have: ours, and those of installed packages."""
+    return tuple(sorted({*POLICY_NAMES, *(entry.name for entry in entry_points(group=GROUP))}))
+
+
 def policy_named(name: str) -> Policy:
-    """Return the policy that a setting names; raises ConfigError for an unknown name."""
-    if name not in _POLICIES:
-        known = ", ".join(sorted(_POLICIES))
+    """Return the policy that a setting names: one of ours, or an entry point's.
+
+    An entry point names a class or a function without arguments; what it makes is tried before
+    it is trusted with a pool.
+
+    Raises:
+        ConfigError: an unknown name, one that two packages have, or a policy that fails.
+    """
+    if name in _POLICIES:
+        return _POLICIES[name]()
+    entries = tuple(entry_points(group=GROUP, name=name))
+    if not entries:
+        known = ", ".join(policy_names())
         raise ConfigError("policy", f"{name!r} is unknown, expected one of: {known}")
-    return _POLICIES[name]()
+    if len(entries) > 1:
+        where = ", ".join(sorted(entry.value for entry in entries))
+        raise ConfigError("policy", f"{name!r} names several: {where}; uninstall all but one")
+    try:
+        policy: Policy = entries[0].load()()
+        for candidate in _PROBES:
+            _check_finite(policy.value(candidate, _PROBED_AT_S))
+    except Exception as error:
+        raise ConfigError(
+            "policy",
+            f"{name!r} ({entries[0].value}) failed: {type(error).__name__}: {error}",
+        ) from error
+    return policy
+
+
+def _check_finite(value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"its value is {value!r}, expected a finite number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probe:
+    """A lineage that a policy is tried with."""
+
+    wanted_blocks: int = 100
+    finished_at_s: float = 990.0
+    expected_at_s: float | None = None
+    retain_until_s: float = 1100.0
+
+
+_PROBED_AT_S: Final = 1000.0
+_PROBES: Final = (
+    _Probe(),
+    _Probe(expected_at_s=1010.0),
+    _Probe(expected_at_s=995.0),
+    _Probe(wanted_blocks=0, finished_at_s=1000.0, retain_until_s=1000.0),
+)
