@@ -31,6 +31,7 @@ _ROLES: Final = {
     "system": SYSTEM,
     "developer": SYSTEM,
 }
+_LEAVES: Final = frozenset({str, type(None), bool, int, float})
 _MODEL_ITEMS: Final = frozenset({"reasoning", "mcp_approval_request", "mcp_list_tools"})
 _TOOL_ITEMS: Final = frozenset({"mcp_approval_response"})
 
@@ -40,7 +41,7 @@ _MARSHAL: Final = 2
 FINGERPRINT_BYTES: Final = 8
 _HEAD: Final = 3
 #: Shorter histories are read again sooner than they are compared.
-_WORTH_IT: Final = 17
+_WORTH_IT: Final = 5
 
 
 class Tools(NamedTuple):
@@ -101,17 +102,25 @@ class Reading:
                 yield at
 
 
-_Known = tuple[Sequence[Any], str, bytes, int]
-_NOTHING: Final[_Known] = ([], "", b"", 0)
+@dataclass(slots=True, eq=False)
+class _History:
+    """What is known of one history; ``messages`` are copies that nobody else can change."""
+
+    messages: list[Any]
+    kinds: str
+    prints: bytes
+    num_chars: int
 
 
 class Memo:
     """Fingerprints of the latest histories, so that an old prefix is compared, not hashed.
 
-    Keeps references to the messages of the latest requests: at most ``max_histories``
-    of at most ``max_chars`` together. Comparing them costs a tenth of hashing them,
-    because the strings of a growing history are mostly the same objects. Messages are
-    compared as Python compares values: the order of keys within one does not count.
+    Keeps copies of the messages of the latest requests: at most ``max_histories`` of at
+    most ``max_chars`` together. The containers are copied, because a caller may change a
+    message in place: an object that is the same may hold something else. Texts cannot
+    change and are shared, so that comparing a growing history, whose texts are mostly the
+    same objects, costs a fraction of hashing it. Messages are compared as Python compares
+    values: the order of keys within one does not count.
     """
 
     def __init__(self, *, max_histories: int = 32, max_chars: int = 8_000_000) -> None:
@@ -119,41 +128,61 @@ class Memo:
         self._max_histories = max_histories
         self._max_chars = max_chars
         # By marks of the first messages: histories that began alike take turns.
-        self._histories: OrderedDict[tuple[Any, ...], _Known] = OrderedDict()
-        self._chars = 0
+        self._histories: OrderedDict[tuple[Any, ...], _History] = OrderedDict()
+        self._num_chars = 0
 
     def read(self, messages: Sequence[Any]) -> tuple[str, bytes]:
         """Return kinds and fingerprints of ``messages``."""
-        if len(messages) < _WORTH_IT:
+        if len(messages) < _WORTH_IT or not self._max_histories:
             return _scan(messages)
         head = tuple([_mark(message) for message in messages[:_HEAD]])
-        old, kinds, prints, chars = self._histories.pop(head, _NOTHING)
-        self._chars -= chars
-        if messages[: len(old)] != old:
-            old, kinds, prints, chars = _NOTHING
-        new = messages[len(old) :]
-        if new:
-            new_kinds, new_prints = _scan(new)
-            kinds, prints = kinds + new_kinds, prints + new_prints
-            chars += sum(map(_num_chars, new))
-        self._keep(head, messages[:], kinds, prints, chars)
+        known = self._histories.get(head)
+        num_known = 0 if known is None else len(known.messages)
+        num_new = len(messages) - num_known
+        if num_new < 0 and known is not None and messages == known.messages[:num_new]:
+            # An earlier call of it, made again.
+            self._histories.move_to_end(head)
+            return known.kinds[:num_new], known.prints[: num_new * FINGERPRINT_BYTES]
+        if known is None or messages[:num_known] != known.messages:
+            kinds, prints = _scan(messages)
+            self._keep(head, _History([], kinds, prints, 0), messages)
+            return kinds, prints
+        self._histories.move_to_end(head)
+        if not num_new:
+            return known.kinds, known.prints
+        new = messages[num_known:]
+        new_kinds, new_prints = _scan(new)
+        kinds, prints = known.kinds + new_kinds, known.prints + new_prints
+        known.kinds, known.prints = kinds, prints
+        self._add(known, new)
         return kinds, prints
 
-    def _keep(
-        self,
-        head: tuple[Any, ...],
-        messages: Sequence[Any],
-        kinds: str,
-        prints: bytes,
-        chars: int,
-    ) -> None:
-        self._histories[head] = (messages, kinds, prints, chars)
-        self._chars += chars
+    def _keep(self, head: tuple[Any, ...], history: _History, messages: Sequence[Any]) -> None:
+        gone = self._histories.pop(head, None)
+        if gone is not None:
+            self._num_chars -= gone.num_chars
+        self._histories[head] = history
+        self._add(history, messages)
+
+    def _add(self, history: _History, messages: Sequence[Any]) -> None:
+        """Add copies of ``messages`` to a history that has their kinds and fingerprints."""
+        num_chars = 0
+        try:
+            for message in messages:
+                history.messages.append(_copied(message))
+                num_chars += _num_chars(message)
+        except TypeError:
+            # Not plain JSON data (a model object): known is what comes before it.
+            num_known = len(history.messages)
+            history.kinds = history.kinds[:num_known]
+            history.prints = history.prints[: num_known * FINGERPRINT_BYTES]
+        history.num_chars += num_chars
+        self._num_chars += num_chars
         while self._histories and (
-            len(self._histories) > self._max_histories or self._chars > self._max_chars
+            len(self._histories) > self._max_histories or self._num_chars > self._max_chars
         ):
-            _, (_, _, _, gone) = self._histories.popitem(last=False)
-            self._chars -= gone
+            _, gone = self._histories.popitem(last=False)
+            self._num_chars -= gone.num_chars
 
 
 def read_call(body: Mapping[str, Any], memo: Memo) -> Reading:
@@ -377,6 +406,24 @@ def _num_chars(message: Any) -> int:
     if content is None:
         return 0
     return len(content) if isinstance(content, str) else len(_bytes_of(content))
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of plain JSON data; texts and numbers are shared.
+
+    Raises:
+        TypeError: on anything else, which may change without being another object.
+    """
+    kind = type(value)
+    if kind is dict:
+        if _LEAVES.issuperset(map(type, value.values())):
+            return value.copy()
+        return {name: _copied(item) for name, item in value.items()}
+    if kind is list:
+        return [_copied(item) for item in value]
+    if kind in _LEAVES:
+        return value
+    raise TypeError(f"{kind.__name__}: expected JSON data")
 
 
 def _tool_name(tool: Any) -> str:

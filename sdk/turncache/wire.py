@@ -90,7 +90,8 @@ def dress(
         extra_json: replaces the members that are added to the body, None to leave them.
         post_parser: replaces what is called with the parsed answer, None to leave it.
     """
-    dressed = copy.copy(options)
+    # What copy.copy() comes to, without its look-ups.
+    dressed = getattr(type(options), "__copy__", copy.copy)(options)
     # Fields of a model live in its __dict__. Upstream does not validate them, and setting
     # them one by one as attributes would cost more than everything else here.
     fields = vars(dressed)

@@ -114,6 +114,9 @@ def _look_at_base_url(text: str, model: str | None, api_key: str) -> list[Findin
     from turncache_tools.doctor_server import look_at_server  # noqa: PLC0415
 
     url = _base_url(text, "--base-url", ("http", "https"))
+    if not urlsplit(url).path:
+        # Where every OpenAI-compatible server has its API.
+        url += "/v1"
     with OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=_SERVER_TIMEOUT_S) as client:
         host = client.base_url.host
         told = client.with_profile("auto", hosts=[f"[{host}]" if ":" in host else host])

@@ -12,7 +12,7 @@ from typing import Any, Final
 import openai
 
 import turncache
-from turncache.protocol import Outcome
+from turncache.protocol import CALL_HEADER, Outcome
 from turncache_tools.finding import Finding
 
 #: Long enough for several cache blocks of any size that vLLM uses, short enough to be cheap.
@@ -37,7 +37,7 @@ def look_at_server(client: turncache.OpenAI, model: str | None = None) -> list[F
             host of sessions.
         model: name of the model, None for the first that the server lists.
     """
-    where = str(client.base_url)
+    where = str(client.base_url).rstrip("/")
     try:
         name = model or _first_model(client)
         if name is None:
@@ -71,12 +71,11 @@ def _look_at_reuse(client: turncache.OpenAI, model: str) -> Iterator[Finding]:
     ]
     session = turncache.session(f"doctor-{run}")
     own = client.with_session(session)
-    answers = [
-        own.chat.completions.create(model=model, messages=messages, max_tokens=1) for _ in range(2)
-    ]
+    ask = own.chat.completions.with_raw_response.create
+    raw = [ask(model=model, messages=messages, max_tokens=1) for _ in range(2)][-1]
+    outcome = turncache.outcome(raw.parse())
     session.end()
-    outcome = turncache.outcome(answers[-1])
-    yield _who_says(outcome)
+    yield _who_says(outcome, speaks=CALL_HEADER in raw.headers)
     record = session.calls[-1]
     if outcome is None and record.local is None:
         yield Finding(
@@ -104,7 +103,15 @@ def _look_at_reuse(client: turncache.OpenAI, model: str) -> Iterator[Finding]:
     )
 
 
-def _who_says(outcome: Outcome | None) -> Finding:
+def _who_says(outcome: Outcome | None, *, speaks: bool) -> Finding:
+    if outcome is None and speaks:
+        return Finding(
+            subject="turncache",
+            verdict="note",
+            detail="a router of ours answers, but its engine reports no outcome: its extension "
+            "is off or not reached. Ask the engine's control socket: turncache doctor "
+            "tcp://HOST:PORT",
+        )
     if outcome is None:
         return Finding(
             subject="turncache",
@@ -169,7 +176,8 @@ def _look_at_template(client: turncache.OpenAI, model: str) -> Iterator[Finding]
         yield Finding(
             subject=subject,
             verdict="note",
-            detail=f"cannot be looked at: no /tokenize for messages ({type(error).__name__})",
+            detail=f"cannot be looked at: no /tokenize for messages ({type(error).__name__}). "
+            "Behind a router, name the URL of an engine",
         )
         return
     kept = _num_common(with_reasoning, next_turn)

@@ -23,7 +23,7 @@ class Server:
 
     Flags: ``models, caching, details, tools, calls`` (does the model call tools), ``says``
     (its text), ``template`` (``keeps, strips, drops`` reasoning, ``marks`` the last user
-    message, ``none``: no tokenizer).
+    message, ``none``: no tokenizer), ``headers`` of completions.
     """
 
     def __init__(self, **flags: Any) -> None:
@@ -40,7 +40,8 @@ class Server:
         if body.get("tools") and not self.flags.get("tools", True):
             message = '"auto" tool choice requires --enable-auto-tool-choice'
             return HTTPX.Response(400, json={"error": {"message": message}})
-        return HTTPX.Response(200, json=self.completion(body))
+        headers = self.flags.get("headers", {})
+        return HTTPX.Response(200, json=self.completion(body), headers=headers)
 
     def models(self) -> list[Any]:
         names = self.flags.get("models", ["m"])

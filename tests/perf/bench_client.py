@@ -2,11 +2,16 @@
 
 ``python -m tests.perf.bench_client [--rounds N]``
 
-Stock and own client send to the same mock transport, in turns, in one thread. All times
-are CPU time of that thread, and of many rounds the fastest counts: the work is the same
-every time, and everything else that a busy machine does only adds to it.
+Two stock clients and an own one send to the same mock transport, in turns, in one thread.
+All times are CPU time of that thread, and of many rounds the fastest counts: the work is the
+same every time, and everything else that a busy machine does only adds to it.
 
-* *call, 10 messages*: fastest own call minus fastest stock call.
+* *call, 10 messages*: fastest own call minus fastest call of the first stock client. Between
+  two calls of one client others were made, so that caches are as cold as in a program that
+  does something else between two calls.
+* *hot call*: the same, with the calls of one client in a row.
+* *stock against stock*: fastest call of the second stock client minus that of the first:
+  how far a difference can be believed.
 * *call, 300 messages*: a stock call of that size takes a thousand times longer than what
   is added, so that its own noise would hide it. It is the figure of 10 messages plus what
   preparing a call costs more at 300, timed inside the same real calls.
@@ -33,7 +38,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -153,24 +158,31 @@ def timed_preparation() -> Iterator[list[int]]:
 
 
 def per_call_us(
-    ask: Callable[[Any, list[Any]], None], clients: tuple[Any, Any], messages: int, rounds: int
-) -> tuple[float, float, float]:
-    """Return the fastest stock call, own call, and preparation of an own call, in us."""
+    ask: Callable[[Any, list[Any]], None],
+    clients: Sequence[Any],
+    messages: int,
+    rounds: int,
+    in_a_row: int = 1,
+) -> tuple[list[float], float]:
+    """Return the fastest call of each client and the fastest preparation of an own one, in us."""
     whole = history(messages)
-    fastest = [float("inf"), float("inf")]
+    fastest = [float("inf")] * len(clients)
     preparation = float("inf")
+    order = list(range(len(clients)))
     with timed_preparation() as spent, collector_paused():
         for number in range(rounds):
             if number % 20 == 0:
                 gc.collect()
-            for at in (0, 1) if number % 2 else (1, 0):
-                ask(clients[at], whole[:-2])
-                spent.clear()
-                start = time.thread_time_ns()
-                ask(clients[at], whole)
-                fastest[at] = min(fastest[at], (time.thread_time_ns() - start) / 1e3)
-                preparation = min([preparation, *(ns / 1e3 for ns in spent)])
-    return fastest[0], fastest[1], preparation
+            order.append(order.pop(0))
+            for at in order:
+                for _ in range(in_a_row):
+                    ask(clients[at], whole[:-2])
+                    spent.clear()
+                    start = time.thread_time_ns()
+                    ask(clients[at], whole)
+                    fastest[at] = min(fastest[at], (time.thread_time_ns() - start) / 1e3)
+                    preparation = min([preparation, *(ns / 1e3 for ns in spent)])
+    return fastest, preparation
 
 
 @contextmanager
@@ -193,15 +205,19 @@ def call_figures(kind: str, rounds: int) -> Iterator[tuple[str, float, float, fl
     def ask_async(client: Any, messages: list[Any]) -> None:
         loop.run_until_complete(client.chat.completions.create(model="m", messages=messages))
 
+    kinds: tuple[Any, ...]
     if kind == "sync":
-        clients = client_of(openai.OpenAI), client_of(turncache.OpenAI)
-        way = ask
+        kinds, way = (openai.OpenAI, openai.OpenAI, turncache.OpenAI), ask
     else:
-        clients = client_of(openai.AsyncOpenAI), client_of(turncache.AsyncOpenAI)
+        kinds = (openai.AsyncOpenAI, openai.AsyncOpenAI, turncache.AsyncOpenAI)
         way = ask_async
-    stock, own, few = per_call_us(way, clients, 10, rounds)
+    clients = [client_of(made) for made in kinds]
+    (stock, again, own), few = per_call_us(way, clients, 10, rounds)
+    (hot_stock, _, hot_own), _ = per_call_us(way, clients, 10, max(rounds // 10, 5), in_a_row=20)
+    (long_stock, _, _), many = per_call_us(way, clients, 300, max(rounds // 20, 5))
+    yield f"stock against stock, {kind}, 10 messages", abs(again - stock), stock, 60.0
     yield f"added per {kind} call, 10 messages", own - stock, stock, 60.0
-    long_stock, _, many = per_call_us(way, clients, 300, max(rounds // 20, 5))
+    yield f"added per hot {kind} call, 10 messages", hot_own - hot_stock, hot_stock, 60.0
     yield f"added per {kind} call, 300 messages", own - stock + many - few, long_stock, 250.0
     if kind == "async":
         for client in clients:
@@ -368,12 +384,12 @@ def main() -> int:
 def show(figures: list[Figure]) -> None:
     """Print the figures as a table."""
     print(f"{figures[0].host}, commit {figures[0].commit}, openai {openai.__version__}")
-    print(f"{'figure':<38}{'added':>9} {'unit':<10}{'stock':>12}{'ratio':>8}{'limit':>8}  ok")
+    print(f"{'figure':<42}{'added':>9} {'unit':<10}{'stock':>12}{'ratio':>8}{'limit':>8}  ok")
     for figure in figures:
         stock = "-" if figure.baseline is None else f"{figure.baseline:,.1f}"
         ratio = "-" if figure.ratio is None else f"{figure.ratio:.1%}"
         print(
-            f"{figure.figure:<38}{figure.value:>9,.1f} {figure.unit:<10}{stock:>12}{ratio:>8}"
+            f"{figure.figure:<42}{figure.value:>9,.1f} {figure.unit:<10}{stock:>12}{ratio:>8}"
             f"{figure.limit:>8,.0f}  {'yes' if figure.ok else 'NO'}"
         )
 

@@ -143,6 +143,17 @@ def test_advice_for_followed_conversations(client: turncache.OpenAI, server: Fak
     assert "date or time" in session.advice[0]
 
 
+def test_a_message_that_is_changed_in_place_is_found(client: turncache.OpenAI) -> None:
+    """A body that upstream does not copy may hold other content in the same objects."""
+    messages = [system(), user(), assistant(), user("more"), assistant(), user("and more")]
+    with turncache.session() as session:
+        client.post("/chat/completions", body={"model": "m", "messages": messages}, cast_to=object)
+        messages[1]["content"] = "something else"
+        client.post("/chat/completions", body={"model": "m", "messages": messages}, cast_to=object)
+    [advice] = session.advice
+    assert advice.startswith("message 1 is not what it was")
+
+
 @pytest.mark.parametrize("written", ['{"q": "x", "n": 1}', '{"n":1,"q":"x"}'])
 def test_arguments_written_again_are_found(
     client: turncache.OpenAI, server: FakeServer, written: str

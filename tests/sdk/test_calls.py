@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -175,15 +176,32 @@ def test_going_on_never_lowers_turn_or_call(kinds: str) -> None:
     assert place_in_turn(kinds + "mumu") == (asked[0] + 1, 1, Cause.USER)
 
 
+@given(history=MESSAGES, data=st.data())
+def test_a_message_that_was_changed_in_place_is_noticed(history: list[Any], data: Any) -> None:
+    """The same objects with other content are read as what they hold by then."""
+    memo = Memo()
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    messages = copy.deepcopy([user("a"), assistant(), parts, CALLS, result(), *history])
+    memo.read(messages)
+    changed = messages[data.draw(st.integers(0, len(messages) - 1))]
+    if isinstance(changed.get("content"), list):
+        changed["content"].append("more")
+    elif isinstance(changed.get("tool_calls"), list) and changed["tool_calls"]:
+        changed["tool_calls"].pop()
+    else:
+        changed["content"] = "rewritten"
+    assert memo.read(messages) == Memo().read(messages)
+
+
 def test_old_histories_leave_the_memo() -> None:
     """The memo holds no more text than it may."""
     memo = Memo(max_histories=2, max_chars=1000)
     for number in range(9):
         memo.read([user(f"{number}"), assistant(), user(), user("x" * 300)])
         assert len(memo._histories) <= 2
-        assert memo._chars <= 1000
+        assert memo._num_chars <= 1000
     memo.read([user("big"), assistant(), user(), user("x" * 5000)])
-    assert memo._chars == 0
+    assert memo._num_chars == 0
 
 
 def test_tools_are_named_in_order() -> None:

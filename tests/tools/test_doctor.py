@@ -32,7 +32,7 @@ def test_a_server_that_lacks_nothing() -> None:
     """Everything is ok but that no turncache answers."""
     verdicts = {subject: finding.verdict for subject, finding in look().items()}
     assert verdicts == {
-        f"{BASE_URL}/": "ok",
+        BASE_URL: "ok",
         "turncache": "note",
         "usage details": "ok",
         "prefix caching": "ok",
@@ -53,7 +53,8 @@ def test_a_server_that_lacks_nothing() -> None:
         ({"template": "strips"}, "chat template", "note", "strips reasoning"),
         ({"template": "drops"}, "chat template", "note", "never rendered"),
         ({"template": "none"}, "chat template", "note", "no /tokenize"),
-        ({"models": []}, f"{BASE_URL}/", "failed", "--model"),
+        ({"headers": {"Turncache": "v=1"}}, "turncache", "note", "extension is off"),
+        ({"models": []}, BASE_URL, "failed", "--model"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -64,6 +65,15 @@ def test_what_a_server_lacks_is_named(
     finding = look(**flags)[subject]
     assert finding.verdict == verdict
     assert detail in finding.detail
+
+
+def test_a_url_without_a_path_means_v1(turncache: Run) -> None:
+    """The address of a server is enough."""
+    with FakeServer() as server:
+        ran = turncache("doctor", "--base-url", server.url.removesuffix("/v1"), "--json")
+        paths = {request.path for request in server.requests}
+    assert json.loads(ran.out)[0]["subject"] == server.url
+    assert all(path.startswith("/v1/") for path in paths if "tokenize" not in path)
 
 
 def test_a_router_of_ours_is_recognised(turncache: Run) -> None:
