@@ -90,12 +90,13 @@ def test_second_arm_on_a_warm_cache(tmp_path: Path) -> None:
     """Arms, and a second run with the same seed, find nothing of an earlier one; else no gain."""
     with FakeStack() as stack:
         for _ in range(2):
-            code, made = bench(stack, *SMALL, "--arms", "both", out=tmp_path / "f.json")
+            _, made = bench(stack, *SMALL, "--arms", "both", out=tmp_path / "f.json")
             first = [arm["by_call"][0]["tokens"] for arm in made["bench"]["arms"]]
             assert {line["prompt"] for line in first} == {first[0]["prompt"]}
             assert all(line["local"] + line["returned"] <= 40 for line in first)
         stack.warm = 10_000
-        code, made = bench(stack, *SMALL, "--arms", "both", out=tmp_path / "f.json")
+        longer = (*SMALL, "--first", "200", "--calls", "1", "--arms", "both")
+        code, made = bench(stack, *longer, out=tmp_path / "f.json")
         assert code == 1
         assert "first_call_cold" in {r["check"] for r in made["bench"]["arms"][1]["refused"]}
         assert made["bench"]["arms"][1]["gain"] is None
