@@ -61,6 +61,16 @@ app.command()(doctor)
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
+def bench(ctx: typer.Context) -> None:
+    """Measure whether it pays on a workload, against a running stack (--help for options)."""
+    command = importlib.import_module("turncache_tools.bench.command")
+    raise typer.Exit(command.main(ctx.args))
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def demo(ctx: typer.Context) -> None:
     """Show what retention and return are worth, on this machine (--help for options)."""
     # On demand: the other verbs must not wait for what the demo imports.

@@ -29,6 +29,7 @@ class Kind:
 _REUSE: Final = "faults/test_reuse.py"
 _ENGINE: Final = "scheduler/test_reuse_faults.py"
 _WRAPPERS: Final = "faults/test_wrappers.py"
+_BENCHMARKS: Final = "faults/test_benchmarks.py"
 _LANGCHAIN: Final = "foreign/test_langchain.py"
 _CALL_PATHS: Final = "contract/test_call_paths.py"
 
@@ -151,4 +152,54 @@ WRAPPERS: Final = (
         ("langchain-ai/langsmith-sdk#1373", "langchain-ai/langsmith-sdk#1567"),
     ),
     Kind("retry_counted_as_another_call", _WRAPPERS, ("BerriAI/litellm#37140",)),
+)
+
+#: Benchmarks that flatter what they measure.
+BENCHMARKS: Final = (
+    Kind(
+        "first_token_is_not_content",
+        _BENCHMARKS,
+        (
+            "vllm-project/guidellm#737",
+            "kubernetes-sigs/inference-perf#559",
+            "vllm-project/aibrix#1573",
+        ),
+    ),
+    Kind("answer_without_any_token", _BENCHMARKS, ("vllm-project/production-stack#873",)),
+    Kind("nothing_measured_counted_as_zero", _BENCHMARKS, ("sgl-project/sglang#36047",)),
+    Kind("mixed_delta_counted_twice", _BENCHMARKS, ("vllm-project/vllm#43739",)),
+    Kind("warm_up_in_measured_sessions", _BENCHMARKS, ("LMCache/LMBenchmark#35",)),
+    Kind(
+        "second_arm_on_a_warm_cache",
+        _BENCHMARKS,
+        ("vllm-project/vllm#54227", "vllm-project/vllm#52884"),
+    ),
+    Kind(
+        "cache_reset_refused",
+        _BENCHMARKS,
+        (
+            "vllm-project/vllm#57727",
+            "llm-d/llm-d-benchmark#1918",
+            "vllm-project/vllm#41180",
+        ),
+    ),
+    Kind(
+        "start_up_in_the_first_calls",
+        _BENCHMARKS,
+        (
+            "modelscope/evalscope#1648",
+            "sgl-project/sglang#39398",
+            "ai-dynamo/aisimulate#287",
+        ),
+    ),
+    Kind(
+        "strict_server_refuses_session_members",
+        _BENCHMARKS,
+        ("vllm-project/vllm#43756", "vllm-project/vllm#44663"),
+    ),
+    Kind("gain_without_equal_load", _BENCHMARKS, ("llm-d/llm-d-router#2831",)),
+    Kind("answers_are_computed_again", _BENCHMARKS, ("sgl-project/sglang#16521",)),
+    Kind("feature_never_engages", _BENCHMARKS, ("vllm-project/vllm#44663",)),
+    Kind("off_is_not_like_off", _BENCHMARKS, ("vllm-project/vllm#54227",)),
+    Kind("failed_calls_left_out", _BENCHMARKS, ("llm-d/llm-d-router#2831",)),
 )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.kinds import REUSE, WRAPPERS, Kind
+from tests.faults.kinds import BENCHMARKS, REUSE, WRAPPERS, Kind
 
 TESTS = Path(__file__).resolve().parents[1]
-KINDS = (*REUSE, *WRAPPERS)
+KINDS = (*REUSE, *WRAPPERS, *BENCHMARKS)
 FILES = sorted({kind.file for kind in KINDS})
 
 
@@ -33,6 +33,7 @@ def test_no_kind_is_lost() -> None:
     assert all(kind.reports for kind in KINDS)
     assert len(REUSE) >= 15
     assert len(WRAPPERS) >= 12
+    assert len(BENCHMARKS) >= 11
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.startswith("faults/")])

@@ -1,0 +1,289 @@
+"""``turncache bench``: options in, report out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from turncache.errors import UsageError
+from turncache_tools.bench import words
+from turncache_tools.bench.agents import Misses
+from turncache_tools.bench.page import page
+from turncache_tools.bench.report import Report
+from turncache_tools.bench.session import Plan, run
+from turncache_tools.bench.stack import Places
+from turncache_tools.bench.traces import read_workload
+from turncache_tools.bench.workload import Cut, Parameters, Workload, fitted, parametric
+from turncache_tools.control import SecretFile, control_addresses, fleet_keys
+from turncache_tools.shell import CHECK_FAILED, OK, progress, write, write_table
+
+_WORK = "Workload"
+_CUT = "Recorded workloads"
+_MISS = "Misses on prefill"
+
+
+def bench(
+    *,
+    url: Annotated[str, typer.Option(help="Base URL of the stack.")] = "http://127.0.0.1:8000",
+    control: Annotated[
+        list[str] | None,
+        typer.Option(help="Control socket of an engine, to switch modes; once for every one."),
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="Base URL of an engine, for its counters; once for every one."),
+    ] = None,
+    arms: Annotated[
+        str, typer.Option(help="Compared with off: idle, retention, both, ...; by commas.")
+    ] = "idle,retention,both",
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=URL: an arm with a stack of its own, such as bidirectional=..."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Blocks of every arm; even ones cancel drift.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of workload, texts, misses and resampling.")] = 1,
+    model: Annotated[str | None, typer.Option(help="Model; else the first listed.")] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Key.", show_default=False)
+    ] = "-",
+    retain: Annotated[
+        float | None, typer.Option(help="Seconds that hints ask to keep KV; else auto.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recorded workload: weka, Mooncake, aiperf, or a trace of mode observe.",
+            rich_help_panel=_CUT,
+        ),
+    ] = None,
+    scale_tokens: Annotated[
+        float, typer.Option(help="Factor of token counts.", rich_help_panel=_CUT)
+    ] = 1.0,
+    scale_waits: Annotated[
+        float, typer.Option(help="Factor of waits.", rich_help_panel=_CUT)
+    ] = 1.0,
+    max_wait: Annotated[
+        float, typer.Option(help="Longest wait in seconds.", rich_help_panel=_CUT)
+    ] = math.inf,
+    max_context: Annotated[
+        int | None,
+        typer.Option(help="An agent ends before a longer prompt.", rich_help_panel=_CUT),
+    ] = None,
+    agents: Annotated[int, typer.Option(help="At a time.", rich_help_panel=_WORK)] = 2,
+    calls: Annotated[int, typer.Option(help="Of each agent.", rich_help_panel=_WORK)] = 12,
+    system: Annotated[int, typer.Option(help="Tokens.", rich_help_panel=_WORK)] = 400,
+    tools: Annotated[
+        int, typer.Option(help="Tokens of tool schemas.", rich_help_panel=_WORK)
+    ] = 600,
+    first: Annotated[int, typer.Option(help="Tokens of the task.", rich_help_panel=_WORK)] = 1000,
+    new: Annotated[
+        int, typer.Option(help="Median tokens that a call adds.", rich_help_panel=_WORK)
+    ] = 250,
+    new_sigma: Annotated[
+        float, typer.Option(help="Of their lognormal distribution.", rich_help_panel=_WORK)
+    ] = 0.0,
+    answer: Annotated[int, typer.Option(help="Tokens.", rich_help_panel=_WORK)] = 32,
+    wait: Annotated[
+        float, typer.Option(help="Median tool wait in seconds.", rich_help_panel=_WORK)
+    ] = 1.0,
+    wait_sigma: Annotated[
+        float, typer.Option(help="Of its lognormal distribution.", rich_help_panel=_WORK)
+    ] = 0.0,
+    compact_at: Annotated[
+        int, typer.Option(help="Tokens at which history is compacted.", rich_help_panel=_WORK)
+    ] = 0,
+    compact_to: Annotated[
+        int, typer.Option(help="Tokens of the summary.", rich_help_panel=_WORK)
+    ] = 200,
+    subagent_every: Annotated[
+        int, typer.Option(help="Every so many calls, a sub-agent.", rich_help_panel=_WORK)
+    ] = 0,
+    subagent_calls: Annotated[
+        int, typer.Option(help="Calls of a sub-agent.", rich_help_panel=_WORK)
+    ] = 3,
+    miss_rate: Annotated[
+        float | None,
+        typer.Option(help="Share of waits that empty prefill's cache.", rich_help_panel=_MISS),
+    ] = None,
+    miss_by: Annotated[
+        str, typer.Option(help="flood (other prompts) or reset.", rich_help_panel=_MISS)
+    ] = "flood",
+    flood_tokens: Annotated[
+        int, typer.Option(help="Tokens of a flood: the pool's size.", rich_help_panel=_MISS)
+    ] = 0,
+    flood_prompt: Annotated[
+        int, typer.Option(help="Tokens of one of its prompts.", rich_help_panel=_MISS)
+    ] = 1000,
+    reset: Annotated[
+        list[str] | None,
+        typer.Option(help="Base URL of an engine to reset.", rich_help_panel=_MISS),
+    ] = None,
+    reset_external: Annotated[
+        bool, typer.Option(help="Its outer tiers as well.", rich_help_panel=_MISS)
+    ] = False,
+    verify: Annotated[bool, typer.Option(help="Compare answers to equal prompts.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds for one call.")] = 600.0,
+    resume: Annotated[
+        Path | None, typer.Option(help="Keep finished blocks here, and go on from there.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one HTML page here.")] = None,
+    fleet_secret_file: SecretFile = None,
+) -> None:
+    """Measure whether retention and return pay on a running stack; exit 1 without a clear gain."""
+    numbers = Parameters(
+        agents=agents,
+        calls=calls,
+        system=system,
+        tools=tools,
+        first=first,
+        new=new,
+        new_sigma=new_sigma,
+        answer=answer,
+        wait_s=wait,
+        wait_sigma=wait_sigma,
+        compact_at=compact_at,
+        compact_to=compact_to,
+        subagent_every=subagent_every,
+        subagent_calls=subagent_calls,
+    )
+    cut = Cut(
+        agents=agents,
+        calls=calls,
+        tokens=scale_tokens,
+        waits=scale_waits,
+        max_wait_s=max_wait,
+        max_context=max_context,
+    )
+    workload = parametric(numbers, seed=seed) if trace is None else _recorded(trace, cut)
+    if rounds < 1:
+        raise UsageError(f"--rounds {rounds}: expected a number from 1")
+    keys = fleet_keys(fleet_secret_file)
+    controls = control_addresses(control, keyed=keys is not None) if control else ()
+    places = Places(
+        url=_base(url, "--url"),
+        controls=tuple(controls),
+        engines=tuple(_base(each, "--engine") for each in engine or ()),
+        keys=keys,
+    )
+    plan = Plan(
+        workload=workload,
+        arms=tuple(name.strip() for name in arms.split(",") if name.strip()),
+        urls=_arm_urls(arm or []),
+        rounds=rounds,
+        seed=seed,
+        misses=_misses(
+            miss_rate,
+            miss_by,
+            Misses(
+                rate=miss_rate or 0.0,
+                reset=tuple(_base(each, "--reset") for each in reset or ()),
+                external=reset_external,
+                flood_tokens=flood_tokens,
+                flood_prompt=flood_prompt,
+            ),
+        ),
+        model=model,
+        retain_s=retain,
+        verify=verify,
+        resume=resume,
+        key=api_key,
+        timeout_s=timeout,
+    )
+    for option, path in (("--json", json_file), ("--html", html)):
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+    report = asyncio.run(run(plan, places, progress))
+    if json_file is not None:
+        _write(json_file, json.dumps(report.to_dict()) + "\n", "--json")
+    if html is not None:
+        _write(html, page(report), "--html")
+    _show(report)
+    if not report.ok:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb; usage errors and faults are raised."""
+    verb = typer.Typer(add_completion=False)
+    verb.command()(bench)
+    code = typer.main.get_command(verb).main(
+        list(arguments), prog_name="turncache bench", standalone_mode=False
+    )
+    return code if isinstance(code, int) else OK
+
+
+def _recorded(path: Path, cut: Cut) -> Workload:
+    for option, factor in (("--scale-tokens", cut.tokens), ("--scale-waits", cut.waits)):
+        if not 0 <= factor < math.inf or (option == "--scale-tokens" and not factor):
+            raise UsageError(f"{option} {factor}: expected a factor above 0")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"--trace {path}: cannot be read: {error}") from error
+    return fitted(read_workload(text, name=path.name), cut)
+
+
+def _base(text: str, option: str) -> str:
+    """Return a base URL without ``/v1``."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{option} {text!r}: expected a URL such as http://127.0.0.1:8000")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def _arm_urls(texts: list[str]) -> dict[str, str]:
+    out = {}
+    for text in texts:
+        name, equals, url = text.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--arm {text!r}: expected NAME=URL")
+        out[name] = _base(url, f"--arm {name}=")
+    return out
+
+
+def _misses(rate: float | None, by: str, found: Misses) -> Misses | None:
+    if rate is None:
+        return None
+    if not 0 <= rate <= 1:
+        raise UsageError(f"--miss-rate {rate}: expected a share from 0 to 1")
+    if by == "reset" and not found.reset:
+        raise UsageError("--miss-by reset: name prefill's base URL with --reset")
+    if by == "flood" and (found.flood_tokens < 1 or found.flood_prompt < 1):
+        raise UsageError(
+            "--miss-by flood: give the size of prefill's pool, or more, with --flood-tokens"
+        )
+    if by not in ("flood", "reset") or (by == "flood" and found.reset):
+        raise UsageError(f"--miss-by {by}: expected flood, or reset with --reset")
+    return found
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be written: {error}") from error
+
+
+def _show(report: Report) -> None:
+    write(words.headline(report))
+    write(report.run.workload + "\n")
+    write_table(*words.arm_table(report))
+    for title, (columns, rows) in (
+        ("Tokens of a prompt, mean of calls 2 and later", words.token_table(report)),
+        ("Time to first token by call, medians", words.call_table(report)),
+        ("By length of the prompt, medians", words.length_table(report)),
+        ("What it costs, per block", words.cost_table(report)),
+    ):
+        write(f"\n{title}")
+        write_table(columns, rows)
+    write("")
+    for note in words.notes(report):
+        write(note)
