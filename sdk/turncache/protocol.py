@@ -310,6 +310,13 @@ _HEADER_SCHEMAS: Final = (
     (SessionSource.CORRELATION_HEADER, None),
     (SessionSource.CODEX, None),
 )
+#: Names under which older versions of a client send what a header schema holds.
+_OLDER_NAMES: Final = {SessionSource.CODEX: "session_id"}
+#: Schemas whose sub-agents share the session's id, with the header that tells them apart.
+_AGENT_HEADERS: Final = {
+    SessionSource.CLAUDE_CODE: "x-claude-code-agent-id",
+    SessionSource.CODEX: "thread-id",
+}
 _BODY_SCHEMAS: Final = (
     SessionSource.BODY_SESSION,
     SessionSource.BODY_CONVERSATION,
@@ -340,12 +347,12 @@ def identify(headers: Mapping[str, str], body: Mapping[str, Any]) -> Identity | 
         ProtocolError: when the schema that is present holds an illegal id.
     """
     for source, parent_name in _HEADER_SCHEMAS:
-        value = headers.get(source.value)
+        value = headers.get(source.value) or headers.get(_OLDER_NAMES.get(source, ""))
         if value:
             session_id = check_session_id(value, field_name=source.value)
-            agent = headers.get("x-claude-code-agent-id")
-            if source is SessionSource.CLAUDE_CODE and agent:
-                # Sub-agents of Claude Code share the session id: each is its own session.
+            agent = headers.get(_AGENT_HEADERS.get(source, ""))
+            # Codex's first thread has the session's own id.
+            if agent and agent != session_id:
                 child = check_session_id(f"{session_id}/{agent}", field_name=source.value)
                 return Identity(session_id=child, source=source, parent_id=session_id)
             parent = headers.get(parent_name) if parent_name else None

@@ -241,6 +241,25 @@ def test_sub_agents_of_claude_code_are_sessions_of_their_own() -> None:
     )
 
 
+def test_threads_of_codex_are_sessions_of_their_own() -> None:
+    """A spawned thread shares the session's id and is its child; the first one is the session."""
+    headers = {"session-id": "main", "thread-id": "main", "x-codex-window-id": "main:0"}
+    assert identify(headers, {}) == Identity(session_id="main", source=SessionSource.CODEX)
+    assert identify({**headers, "thread-id": "t2"}, {}) == Identity(
+        session_id="main/t2", source=SessionSource.CODEX, parent_id="main"
+    )
+
+
+def test_the_older_header_of_codex_is_known() -> None:
+    """Versions before the hyphen send ``session_id``; where both are sent the newer counts."""
+    older = {"session_id": "old", "conversation_id": "old"}
+    wanted = Identity(session_id="old", source=SessionSource.CODEX)
+    assert identify(older, {"prompt_cache_key": "key"}) == wanted
+    assert identify({**older, "session-id": "new"}, {}) == Identity(
+        session_id="new", source=SessionSource.CODEX
+    )
+
+
 @pytest.mark.parametrize(
     ("user_id", "found"),
     [

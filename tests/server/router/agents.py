@@ -82,11 +82,13 @@ class ResponsesAgent:
     """Codex: ``/v1/responses``, streamed, the whole history as items, nothing stored."""
 
     session: str
+    agent: str | None = None
     items: list[dict[str, Any]] = field(default_factory=list)
     path: str = "/v1/responses"
 
     def request(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return body and headers of the next call."""
+        thread = self.agent or self.session
         tool = {"type": "function", "name": "shell", "strict": False, "parameters": SCHEMA}
         body = {
             "model": "fake",
@@ -98,9 +100,18 @@ class ResponsesAgent:
             "store": False,
             "stream": True,
             "include": [],
-            "prompt_cache_key": self.session,
+            "prompt_cache_key": thread,
         }
-        return body, {"session-id": self.session, "originator": "codex_cli_rs"}
+        headers = {
+            "session-id": self.session,
+            "thread-id": thread,
+            "x-codex-window-id": f"{thread}:0",
+            "originator": "codex_cli_rs",
+        }
+        if self.agent is not None:
+            headers["x-codex-parent-thread-id"] = self.session
+            headers["x-openai-subagent"] = "collab_spawn"
+        return body, headers
 
     def ask(self, text: str) -> None:
         """Begin a turn."""

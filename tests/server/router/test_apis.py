@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.fakes import engine_apis
 from tests.fakes.engine import Answer, FakeEngine, Script, fake_engines, fake_pair
-from tests.server.router.agents import AGENTS, CodingAgent, MessagesAgent, turn
+from tests.server.router.agents import AGENTS, MessagesAgent, ResponsesAgent, turn
 from tests.server.router.conftest import Pair, Single
 from tests.server.router.support import bench, outcome_of
 from turncache.protocol import Boundary, EngineHints
@@ -311,15 +311,32 @@ async def test_a_coding_agent_loses_nothing_over_30_calls(pair: Pair, name: str)
     assert {one.boundary for one in ended} == {Boundary.TOOL, Boundary.USER}
 
 
-async def test_a_sub_agent_is_a_session_of_its_own(pair: Pair) -> None:
-    """Claude Code's sub-agents share its session id: each is a child, placed beside it."""
-    main: CodingAgent = MessagesAgent("session-1")
-    sub: CodingAgent = MessagesAgent("session-1", agent="agent-7")
+@pytest.mark.parametrize("kind", [MessagesAgent, ResponsesAgent])
+async def test_a_sub_agent_is_a_session_of_its_own(
+    pair: Pair, kind: type[MessagesAgent | ResponsesAgent]
+) -> None:
+    """Sub-agents share their session's id: each is a child, placed beside it."""
+    main, sub = kind("session-1"), kind("session-1", agent="agent-7")
     for _ in range(2):
         await turn(main, pair.bench.http, "Do this. " * 20)
         await turn(sub, pair.bench.http, "Look into that. " * 20)
     seen = {one.xargs["tc_session"]: one.xargs.get("tc_parent") for one in pair.decode.seen}
     assert seen == {"session-1": None, "session-1/agent-7": "session-1"}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_titles_cost_the_conversation_nothing(pair: Pair, name: str) -> None:
+    """A title between any two turns shares the session's id, and the turns still return."""
+    agent = AGENTS[name]("session-1")
+    outcomes = []
+    for number in range(5):
+        pair.prefill.kv.flush()
+        answers = await turn(agent, pair.bench.http, f"Do thing {number}. " * 5)
+        outcomes += [outcome_of(answer) for answer in answers]
+        await turn(AGENTS[name]("session-1"), pair.bench.http, f"A title for {number}. " * 20)
+    assert sum(outcome.lost for outcome in outcomes) == 0
+    assert [outcome.plan for outcome in outcomes] == ["cold", *["return"] * (len(outcomes) - 1)]
+    assert {seen.xargs["tc_session"] for seen in pair.decode.seen} == {"session-1"}
 
 
 # --- streams --------------------------------------------------------------------------------
