@@ -221,5 +221,5 @@ def test_the_prefill_leg_of_a_message_has_the_same_prompt() -> None:
     assert prefill.messages == decode.messages
     assert prefill.build_chat_params(None, "auto") == decode.build_chat_params(None, "auto")
     assert (prefill.max_completion_tokens, decode.max_completion_tokens) == (1, 4096)
-    assert (prefill.stop, decode.stop) == ([], ["x"])
+    assert (prefill.stop, decode.stop) == (None, ["x"])
     assert prefill.vllm_xargs == decode.vllm_xargs == HINTS.to_xargs()
