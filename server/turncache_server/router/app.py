@@ -30,12 +30,12 @@ from turncache_server.router.handlers import (
     CALLER,
     REQUEST_ID,
     Handlers,
-    check_headers,
     credential_of,
     error_response,
     unauthorized,
 )
 from turncache_server.router.keys import ANYBODY, Caller, KeyFile
+from turncache_server.router.limits import BoundedRunner, InFlight, check_headers
 from turncache_server.router.logs import log_event
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.pool import Pool
@@ -52,7 +52,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 #: The HTTP parser's own limits lie a little above ours, so that the answer is ours.
 _PARSER_SLACK: Final = 2
-_PARSER_HEADERS: Final = 256
 #: Agents come in bursts; a connection that does not fit waits a second for its next try.
 _BACKLOG: Final = 4096
 
@@ -126,17 +125,20 @@ async def serving(
         new_id=new_id,
         engine_key=engine_key,
         keys=KeyFile(Path(config.keys_file), clock) if config.keys_file else None,
+        in_flight=InFlight(config.max_tenant_calls, config.retry_after_s),
     )
     edge = _Edge(services)
-    runner = web.AppRunner(
+    runner = BoundedRunner(
         _application(services, metrics, edge),
+        header_timeout_s=config.header_timeout_s,
+        keepalive_timeout=config.keep_alive_s,
         access_log=None,
         handler_cancellation=True,
         auto_decompress=False,
         shutdown_timeout=1.0,
         max_line_size=_PARSER_SLACK * config.max_header_bytes,
         max_field_size=_PARSER_SLACK * config.max_header_bytes,
-        max_headers=_PARSER_HEADERS,
+        max_headers=_PARSER_SLACK * config.max_headers,
     )
     try:
         await runner.setup()
@@ -215,7 +217,10 @@ class _Edge:
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            check_headers(request, self._services.config.max_header_bytes)
+            config = self._services.config
+            check_headers(
+                request, max_bytes=config.max_header_bytes, max_headers=config.max_headers
+            )
             request[CALLER] = self._caller(request)
             self._check_draining(request)
             return await handler(request)

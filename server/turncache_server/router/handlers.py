@@ -14,7 +14,6 @@ from aiohttp import web
 from turncache.errors import ProtocolError
 from turncache.protocol import (
     CallTags,
-    SessionSource,
     check_session_id,
     identify,
     tags_from_headers,
@@ -32,6 +31,7 @@ from turncache_server.router.events import WaitEnded
 from turncache_server.router.following import History, read_history
 from turncache_server.router.keys import Caller, salt_of
 from turncache_server.router.legs import ANSWER_HEADERS, forwarded
+from turncache_server.router.limits import read_body
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.opening import CallInput
 from turncache_server.router.plan import PlanHints, Side, Snapshot, check_model, make_plan
@@ -56,8 +56,6 @@ PASSED_ON: Final = (
 
 #: What may be said of a session between two calls (the kinds of signals that engines know).
 NOTICES: Final = ("wait", "resume", "final", "compaction", "cancel")
-
-_SESSION_HEADERS: Final = tuple(source.value for source in SessionSource)
 
 
 class Handlers:
@@ -90,7 +88,8 @@ class Handlers:
 
     def _planned(self, api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def serve(request: web.Request) -> web.StreamResponse:
-            return await self._serve(api, request)
+            with self._services.in_flight.one_more(request[CALLER].tenant):
+                return await self._serve(api, request)
 
         return serve
 
@@ -348,7 +347,7 @@ class Handlers:
         """Read a body within its limit.
 
         Raises:
-            ApiError: 413 or 415.
+            ApiError: 408, 413 or 415.
         """
         if request.content_type != "application/json":
             # Also what keeps a web page from posting here: this type needs a preflight.
@@ -358,17 +357,10 @@ class Handlers:
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise ApiError(415, f"content-encoding: {encoding[:40]!r}: expected 'identity'.")
-        limit = self._services.config.max_body_bytes
-        if (request.content_length or 0) > limit:
-            raise _too_large(limit)
-        parts: list[bytes] = []
-        size = 0
-        async for part in request.content.iter_any():
-            size += len(part)
-            if size > limit:
-                raise _too_large(limit)
-            parts.append(part)
-        return b"".join(parts)
+        config = self._services.config
+        return await read_body(
+            request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
+        )
 
 
 def error_response(path: str, error: ApiError) -> web.Response:
@@ -384,20 +376,6 @@ def error_response(path: str, error: ApiError) -> web.Response:
         content_type="application/json",
         headers=headers,
     )
-
-
-def check_headers(request: web.Request, max_bytes: int) -> None:
-    """Refuse headers that are too large, or that name two sessions.
-
-    Raises:
-        ApiError: 431 or 400.
-    """
-    size = sum(len(name) + len(value) for name, value in request.raw_headers)
-    if size > max_bytes:
-        raise ApiError(431, f"The headers have {size} bytes; at most {max_bytes} are allowed.")
-    for name in _SESSION_HEADERS:
-        if len(request.headers.getall(name, ())) > 1:
-            raise invalid(f"{name}: sent twice; which of them counts is undefined.", param=name)
 
 
 def credential_of(request: web.Request) -> str | None:
@@ -419,10 +397,6 @@ def credential_of(request: web.Request) -> str | None:
 def unauthorized(message: str) -> ApiError:
     """Make the error for a request without a key that counts."""
     return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"The body has more than {limit} bytes, the most that this router takes.")
 
 
 def _tags(

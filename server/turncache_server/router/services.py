@@ -11,6 +11,7 @@ from turncache_server.router.events import Events
 from turncache_server.router.following import Conversations
 from turncache_server.router.forecast import Forecast
 from turncache_server.router.keys import KeyFile
+from turncache_server.router.limits import InFlight
 from turncache_server.router.outcomes import AsksControl
 from turncache_server.router.pool import Pool
 from turncache_server.router.records import CallRecords
@@ -39,6 +40,7 @@ class Services:
         clock: monotonic seconds.
         new_id: makes a call's id: unique, and not guessable, because it opens the record.
         engine_key: the router's own key for engines, None to pass the client's on.
+        in_flight: calls of each tenant at present.
         keys: of the router's clients, None to serve everybody.
     """
 
@@ -56,4 +58,5 @@ class Services:
     clock: Callable[[], float]
     new_id: Callable[[], str]
     engine_key: str | None
+    in_flight: InFlight
     keys: KeyFile | None = None
