@@ -81,6 +81,10 @@ perf-langgraph: setup ## time the LangGraph integration against the stock model
 perf-router: setup ## time the router against vllm-router (PERF="--long")
 	@$(PY) -m tests.perf.bench_router $(PERF)
 
+.PHONY: fuzz-router
+fuzz-router: setup ## 100,000 malformed and hostile requests against the router (FUZZ="--requests 1000")
+	@$(PY) -m tests.fuzz.router $(FUZZ)
+
 .PHONY: clean
 clean: ## remove what was built here; the cache of models stays
 	@rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
