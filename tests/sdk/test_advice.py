@@ -148,10 +148,10 @@ def test_a_message_that_is_changed_in_place_is_found(client: turncache.OpenAI) -
     messages = [system(), user(), assistant(), user("more"), assistant(), user("and more")]
     with turncache.session() as session:
         client.post("/chat/completions", body={"model": "m", "messages": messages}, cast_to=object)
-        messages[1]["content"] = "something else"
+        messages[3]["content"] = "something else"
         client.post("/chat/completions", body={"model": "m", "messages": messages}, cast_to=object)
     [advice] = session.advice
-    assert advice.startswith("message 1 is not what it was")
+    assert advice.startswith("message 3 is not what it was")
 
 
 @pytest.mark.parametrize("written", ['{"q": "x", "n": 1}', '{"n":1,"q":"x"}'])
