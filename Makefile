@@ -81,6 +81,10 @@ perf-langgraph: setup ## time the LangGraph integration against the stock model
 perf-router: setup ## time the router against vllm-router (PERF="--long")
 	@$(PY) -m tests.perf.bench_router $(PERF)
 
+.PHONY: perf-langgraph-shares
+perf-langgraph-shares: models ## count what a LangGraph agent does not compute again, on real engines
+	@$(ENGINE) -m tests.perf.langgraph_shares
+
 .PHONY: clean
 clean: ## remove what was built here; the cache of models stays
 	@rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
