@@ -85,6 +85,10 @@ perf-router: setup ## time the router against vllm-router (PERF="--long")
 fuzz-router: setup ## 100,000 malformed and hostile requests against the router (FUZZ="--requests 1000")
 	@$(PY) -m tests.fuzz.router $(FUZZ)
 
+.PHONY: perf-langgraph-shares
+perf-langgraph-shares: models ## count what a LangGraph agent does not compute again, on real engines
+	@$(ENGINE) -m tests.perf.langgraph_shares
+
 .PHONY: clean
 clean: ## remove what was built here; the cache of models stays
 	@rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

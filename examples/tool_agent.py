@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -64,7 +65,9 @@ def main() -> None:
     parser.add_argument("--tool-seconds", type=float, default=2.0)
     options = parser.parse_args()
     with (
-        OpenAI(base_url=options.base_url, api_key="-") as client,
+        OpenAI(
+            base_url=options.base_url, api_key=os.environ.get("OPENAI_API_KEY") or "-"
+        ) as client,
         turncache.session("example") as session,
     ):
         print(

@@ -6,6 +6,7 @@ what is kept of the others.
 
 from __future__ import annotations
 
+import argparse
 import operator
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
 from langgraph.types import Command, Send, interrupt
-from options import parse, show
+from options import parse, run, show
 
 from turncache.langgraph import ChatOpenAI
 
@@ -45,7 +46,7 @@ class State(Notes):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Review one text, approve the notes, and show what happened to the KV."""
     options = parse(__doc__, "def double(x): return x + x if x else 0", arguments)
-    graph = build(options.base_url, options.model, options.tool_seconds)
+    graph = build(options)
     config: Any = {"configurable": {"thread_id": options.thread}}
     state = graph.invoke({"text": options.question, "notes": []}, config)
     print(f"waiting for a person: {state['__interrupt__'][0].value}")
@@ -55,9 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(options.thread)
 
 
-def build(base_url: str, model_name: str, tool_seconds: float) -> Any:
+def build(options: argparse.Namespace) -> Any:
     """Return the graph: a branch per aspect, an approval, an answer."""
-    model = ChatOpenAI(model=model_name, base_url=base_url, api_key="-", max_completion_tokens=128)
+    model = ChatOpenAI(
+        model=options.model,
+        base_url=options.base_url,
+        api_key=options.api_key,
+        max_completion_tokens=128,
+    )
 
     def look(state: Review) -> Any:
         messages: list[Any] = [
@@ -65,7 +71,7 @@ def build(base_url: str, model_name: str, tool_seconds: float) -> Any:
             HumanMessage(f"{state['text']}\n\nLook at its {state['aspect']}."),
         ]
         messages.append(model.invoke(messages))
-        time.sleep(tool_seconds)
+        time.sleep(options.tool_seconds)
         messages.append(HumanMessage("In one sentence."))
         return {"notes": [f"{state['aspect']}: {model.invoke(messages).text}"]}
 
@@ -106,4 +112,4 @@ def build(base_url: str, model_name: str, tool_seconds: float) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

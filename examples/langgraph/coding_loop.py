@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
-from options import parse, show
+from options import parse, run, show
 
 from turncache.langgraph import ChatOpenAI  # instead of: from langchain_openai import ChatOpenAI
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Repair one function, and show what happened to the KV."""
     options = parse(__doc__, "The tests of median() fail.", arguments)
     with tempfile.TemporaryDirectory() as folder:
-        graph = build(Path(folder), options.base_url, options.model, options.tool_seconds)
+        graph = build(Path(folder), options)
         config: Any = {"configurable": {"thread_id": options.thread}, "recursion_limit": 60}
         question: Any = {"messages": [{"role": "user", "content": options.question}]}
         for update in graph.stream(question, config, stream_mode="updates"):
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(options.thread)
 
 
-def build(folder: Path, base_url: str, model_name: str, tool_seconds: float) -> Any:
+def build(folder: Path, options: argparse.Namespace) -> Any:
     """Return the graph: a model node and a tool node, in a loop."""
     code = folder / "repaired.py"
     code.write_text(BROKEN)
@@ -50,7 +51,7 @@ def build(folder: Path, base_url: str, model_name: str, tool_seconds: float) -> 
     @tool
     def run_tests() -> str:
         """Run the tests and return their output."""
-        time.sleep(tool_seconds)
+        time.sleep(options.tool_seconds)
         done = subprocess.run(
             [sys.executable, "tests.py"],
             cwd=folder,
@@ -74,7 +75,10 @@ def build(folder: Path, base_url: str, model_name: str, tool_seconds: float) -> 
 
     tools = [run_tests, read_code, write_code]
     model = ChatOpenAI(
-        model=model_name, base_url=base_url, api_key="-", max_completion_tokens=512
+        model=options.model,
+        base_url=options.base_url,
+        api_key=options.api_key,
+        max_completion_tokens=512,
     ).bind_tools(tools)
 
     def call_model(state: MessagesState) -> Any:
@@ -92,4 +96,4 @@ def build(folder: Path, base_url: str, model_name: str, tool_seconds: float) -> 
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import openai
 
 from turncache.langgraph import thread_session
 
@@ -13,11 +17,20 @@ def parse(about: str | None, question: str, arguments: Sequence[str] | None) -> 
     """Read the command line."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY") or "-")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--question", default=question)
     parser.add_argument("--tool-seconds", type=float, default=2.0)
     parser.add_argument("--thread", default=f"example-{uuid.uuid4().hex[:8]}")
     return parser.parse_args(arguments)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run an example as a program: a server that does not answer is one line."""
+    try:
+        main()
+    except openai.APIConnectionError as error:
+        sys.exit(f"no answer from {error.request.url}: {error}")
 
 
 def show(thread: str) -> None:

@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessageChunk
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
-from options import parse, show
+from options import parse, run, show
 
 from turncache.langgraph import TurncacheMiddleware
 
@@ -46,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return "\n".join(path.read_text().splitlines()[first - 1 : last])
 
     model = ChatOpenAI(
-        model=options.model, base_url=options.base_url, api_key="-", max_completion_tokens=256
+        model=options.model,
+        base_url=options.base_url,
+        api_key=options.api_key,
+        max_completion_tokens=256,
     )
     agent = create_agent(
         model,
@@ -65,4 +68,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,13 +7,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import Command, interrupt
 
 from tests.engine.conftest import started
-from tests.engine.driving import Driver
+from tests.engine.driving import Driver, words
 from tests.engine.forced_agent import ENGINE_ARGS, ENVIRONMENT, FORCED, run_agent
-from turncache.langgraph import thread_session
+from turncache.langgraph import ChatOpenAI, session_node, thread_session
+from turncache.notices import NOTIFIER
 from turncache_server.launch.stack import Stack
 
 BLOCK_TOKENS = 32
@@ -61,6 +66,50 @@ def test_an_example_runs_on_real_engines(stack: Stack, name: str) -> None:
     assert done.returncode == 0, done.stderr
     assert f"session example-{name} (h-" in done.stdout
     assert ", 0 lost" in done.stdout
+
+
+def test_an_interrupt_of_hours_makes_room_at_once(stack: Stack, driver: Driver) -> None:
+    """Two runs wait for a person while others flood: of the one for minutes all is there, of
+    the one for hours nothing, and both say the same when they are resumed.
+    """
+    model = ChatOpenAI(
+        model=stack.model,
+        base_url=f"{stack.base_url}/v1",
+        api_key="-",  # type: ignore[arg-type]
+        max_completion_tokens=8,
+        temperature=0,
+    )
+    graphs: dict[str, Any] = {}
+    for thread, person_s in (("minutes", 100), ("hours", 7200)):
+
+        @session_node(person_s=person_s)
+        def ask(state: MessagesState) -> Any:
+            answer = model.invoke(state["messages"])
+            interrupt(answer.text)
+            return {"messages": [answer]}
+
+        built = StateGraph(MessagesState).add_node("ask", ask).add_edge(START, "ask")
+        graphs[thread] = built.compile(checkpointer=InMemorySaver())
+    asked = {}
+    for thread, graph in graphs.items():
+        question = {"messages": [("user", words(2400))]}
+        asked[thread] = graph.invoke(question, {"configurable": {"thread_id": thread}})
+        assert NOTIFIER.flush(5)
+    for _ in range(3):
+        driver.flood()
+    found = {}
+    for thread, graph in graphs.items():
+        said = graph.invoke(Command(resume="yes"), {"configurable": {"thread_id": thread}})
+        assert said["messages"][-1].text == asked[thread]["__interrupt__"][0].value
+        first, again = thread_session(thread).calls
+        assert again.local is not None
+        assert again.returned is not None
+        assert again.prompt == first.prompt
+        found[thread] = again.local + again.returned
+        if thread == "minutes":
+            assert again.lost == 0
+            assert found[thread] > again.prompt - 2 * BLOCK_TOKENS
+    assert found["hours"] <= BLOCK_TOKENS
 
 
 def test_forced_tool_calls_lose_nothing(stack: Stack, driver: Driver) -> None:

@@ -53,7 +53,9 @@ def test_the_research_agent(
         Reply(tools=[("read", {"name": "scanner.py"}), ("search", {"pattern": "def "})]),
         Reply(text="scanner.py"),
     )
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
     main_of("research_agent", monkeypatch)(arguments(server))
+    assert {r.headers["authorization"] for r in server.requests} == {"Bearer sk-mine"}
     printed = capsys.readouterr().out
     assert printed.startswith("scanner.py\n")
     assert f"session example ({thread_id_of('example')}): 3 calls" in printed
@@ -111,6 +113,21 @@ def test_an_example_is_a_program(server: FakeServer) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "session example (" in done.stdout
+
+
+def test_a_server_that_does_not_answer_is_one_line() -> None:
+    """Whoever has not started one reads the address, not a traceback."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "research_agent.py", "--base-url", "http://127.0.0.1:9/v1"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("no answer from http://127.0.0.1:9/v1/chat/completions: ")
+    assert "Traceback" not in done.stderr
 
 
 def test_every_example_is_in_the_table() -> None:

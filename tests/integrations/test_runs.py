@@ -193,6 +193,36 @@ def test_time_travel_stays_in_the_session(server: FakeServer) -> None:
     assert server.requests[0].body["messages"][0]["content"] == "other"
 
 
+@pytest.mark.parametrize("edit", [False, True], ids=["time travel", "update_state"])
+def test_a_fork_leaves_its_origin_as_it_was(server: FakeServer, edit: bool) -> None:
+    """Fork and origin go on side by side: each its turns, what they share found, no advice."""
+    graph = loop_graph(asking(our_model(server).bind_tools([lookup])))
+    for text in ("a first question", "the second question"):
+        graph.invoke({"messages": [HumanMessage(text)]}, config())
+    history = list(graph.get_state_history(config()))
+    origin = history[0].config
+    # Before the second turn's first call: what was said until then is shared.
+    point = next(state for state in history if state.next == ("model",) and state.metadata["step"])
+    start = point.config
+    if edit:
+        last = point.values["messages"][-1]
+        start = graph.update_state(start, {"messages": [HumanMessage("another one", id=last.id)]})
+    server.requests.clear()
+    graph.invoke(None, start)
+    graph.invoke(
+        {"messages": [HumanMessage("a third")]},
+        {"configurable": {**origin["configurable"], "thread_id": "t1"}},
+    )
+    assert session_ids(server.requests) == [thread_id_of()] * len(server.requests)
+    assert at(server)[-2:] == [(3, 1, "user"), (3, 2, "tool")]
+    fork, third = thread_session("t1").calls[4], thread_session("t1").calls[-2]
+    for call in (fork, third):
+        assert call.local is not None
+        assert call.local > 0
+        assert call.lost == 0
+    assert thread_session("t1").advice == ()
+
+
 class Fan(TypedDict):
     messages: list[Any]
     answers: Annotated[list[str], operator.add]
@@ -422,7 +452,7 @@ def test_a_cancelled_run_leaves_nothing(server: FakeServer, run: Run) -> None:
     assert session_ids(server.requests) == [thread_id_of()] * 2
     assert at(server)[-1] == (1, 2, "tool")
     assert all(not scope.open for scope in thread_session("t1")._scopes)
-    assert thread_session("t1").ledger.take_results([]) == {}
+    assert not thread_session("t1").ledger._waiting
 
 
 def test_a_call_that_is_cancelled_is_recorded(server: FakeServer, run: Run) -> None:

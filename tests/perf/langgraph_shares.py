@@ -55,7 +55,9 @@ class Share:
 
 def measured(driver: Driver, *, ours: bool) -> tuple[Share, Said]:
     """Run the agent and read the counters before and after."""
-    # The floods are prompts that nobody has seen: what prefill has of them is nothing.
+    # The floods are prompts that nobody has seen: what prefill has of them is nothing. One
+    # before the run takes what the other run has left, so that its first call finds nothing.
+    driver.flood()
     before = prefill_tokens(driver.stack)
     said = run_agent(driver.stack, f"shares-{ours}", ours=ours, in_wait=driver.flood)
     spent = prefill_tokens(driver.stack) - before

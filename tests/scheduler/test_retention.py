@@ -94,6 +94,49 @@ def test_time_lets_a_session_go(made: World) -> None:
     engine.assert_no_leak()
 
 
+@pytest.mark.parametrize(
+    ("person_s", "kept_until_s"), [(600, 1200), (7200, 0)], ids=["minutes", "hours"]
+)
+def test_a_run_that_waits_for_a_person(person_s: float, kept_until_s: float, made: World) -> None:
+    """An interrupt of minutes is retained for, twice over; one of hours is demoted at once, and
+    the resumed call is computed and right, and retained as any other.
+    """
+    engine = retaining(made)
+    engine.call("asked", tokens(80), session="s")
+    engine.extension.mailbox.post(Signalled("s", Signal.WAIT, person_s))
+    engine.flood(1)
+    wanted = engine.extension.gauges()["retained_blocks"]
+    made.now_s += max(kept_until_s - 1, 0)
+    engine.flood(2 * engine.num_blocks)
+    assert engine.hit(tokens(82)) == (80 if kept_until_s else 0)
+    assert bool(wanted) is bool(kept_until_s)
+    made.now_s += person_s
+    engine.flood(2 * engine.num_blocks)
+    assert engine.hit(tokens(82)) == 0
+    engine.call("resumed", tokens(80), session="s")
+    assert engine.record("resumed").local == 0
+    engine.flood(2 * engine.num_blocks)
+    assert engine.hit(tokens(82)) == 80
+    engine.assert_no_leak()
+
+
+def test_a_run_that_is_cancelled_in_its_tool(made: World) -> None:
+    """Nobody says so: what was retained for the tool goes with its time, and a made-up result
+    continues the session.
+    """
+    engine = retaining(made)
+    history = engine.call("calls-a-tool", tokens(80), session="s")
+    engine.extension.mailbox.post(Signalled("s", Signal.WAIT, 5.0))
+    engine.flood(1)
+    assert engine.extension.gauges()["retained_blocks"] > 0
+    made.now_s += 121
+    engine.flood(1)
+    assert engine.extension.gauges()["retained_blocks"] == 0
+    engine.call("repaired", [*history, *tokens(9, start=3)], session="s")
+    assert engine.record("repaired").lost == 0
+    engine.assert_no_leak()
+
+
 def test_a_signal_from_outside_lets_a_session_go(made: World) -> None:
     """The world may say that a session is over, through the mailbox."""
     engine = retaining(made)

@@ -273,7 +273,7 @@ class LineageTable:
         elif kind is Signal.COMPACTION:
             record.compaction_announced = True
         else:
-            self._expect(record, 0.0 if kind is Signal.RESUME else expect_s, now_s)
+            self._expect(record, 0.0 if kind is Signal.RESUME else expect_s, now_s, change)
         return self._settle(change, now_s)
 
     # --- time and pressure --------------------------------------------------------------------
@@ -392,13 +392,18 @@ class LineageTable:
         expected_s = 0.0 if expect_s is None else expect_s * EXPECT_FACTOR
         return min(max(self._limits.retain_default_s, expected_s), self._limits.retain_max_s)
 
-    def _expect(self, record: Session, expect_s: float | None, now_s: float) -> None:
+    def _expect(
+        self, record: Session, expect_s: float | None, now_s: float, change: _Change
+    ) -> None:
         lineage = record.latest()
         if lineage is None:
             return
         lineage.finished_at_s = now_s
         if expect_s is not None:
             lineage.hinted_at_s = now_s + expect_s
+            if expect_s >= self._limits.retain_max_s and not record.in_flight:
+                # Nothing is retained for so long: what is kept meanwhile is kept in vain.
+                self.board.drop_all(record.lineages.values(), change.blocks)
         if lineage.wanted_blocks:
             until_s = now_s + self._wait_s(expect_s)
             lineage.retain_until_s = max(lineage.retain_until_s, until_s)

@@ -24,9 +24,10 @@ class ChainBlock(NamedTuple):
 class Signal(enum.StrEnum):
     """What the world outside a request may say about a session.
 
-    ``wait``: a wait begins, perhaps of a known length. ``resume``: the next call comes now.
-    ``final``: nothing follows. ``compaction``: the next call replaces what it continues.
-    ``cancel``: the wait was given up; nothing is wanted until the next call ends.
+    ``wait``: a wait begins, perhaps of a known length; nothing is wanted during one that
+    outlasts every retention. ``resume``: the next call comes now. ``final``: nothing follows.
+    ``compaction``: the next call replaces what it continues. ``cancel``: the wait was given
+    up; nothing is wanted until the next call ends.
     """
 
     WAIT = "wait"

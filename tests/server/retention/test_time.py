@@ -101,6 +101,29 @@ def test_a_wait_signal_extends_the_retention_to_cover_the_wait() -> None:
     assert wanted(lineages) == set()
 
 
+@pytest.mark.parametrize(("expect_s", "kept"), [(3599, {0, 1, 2}), (3600, set()), (9000, set())])
+def test_a_wait_that_outlasts_every_retention_is_not_retained_for(
+    expect_s: float, kept: set[int]
+) -> None:
+    """What is let go is ordinary, and the session's next call is retained as any other."""
+    lineages = table(retain_max_s=3600)
+    call(lineages, "s", "abc", retain_s=3600)
+    effect = lineages.signal("s", Signal.WAIT, expect_s=expect_s, now_s=1)
+    assert wanted(lineages) == kept
+    assert effect.dead == ()
+    call(lineages, "s", "abcd", now_s=9000)
+    assert wanted(lineages) == {0, 1, 2, 3}
+
+
+def test_a_wait_of_hours_takes_nothing_from_a_call_in_flight() -> None:
+    """A notice that comes late leaves alone what the next call is at."""
+    lineages = table()
+    call(lineages, "s", "abc")
+    admit(lineages, "s", "abcd", now_s=1)
+    lineages.signal("s", Signal.WAIT, expect_s=9000, now_s=1)
+    assert wanted(lineages) == {0, 1, 2}
+
+
 def test_a_cancel_signal_lets_go_until_the_next_call_ends() -> None:
     """A call in flight is not bound by it."""
     lineages = table()
