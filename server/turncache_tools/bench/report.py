@@ -214,7 +214,9 @@ def _arm(
     later = [call for call in calls if call.call > 1]
     every = [call for block in mine for call in block.calls]
     seconds = sum(block.seconds for block in mine)
-    gain, by_call, refused = None, None, ()
+    gain: Interval | None = None
+    by_call: dict[int, Interval] | None = None
+    refused: tuple[Refusal, ...] = ()
     if arm is not off:
         refused = tuple(refusals(blocks, off, arm, shared=run.shared, again=again))
         if not refused:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -89,9 +90,7 @@ class Stack:
             pair = "prefill" in sides if sides else None
             returns = health.get("return_enabled")
         for address in self._places.controls:
-            reply = await self._control(
-                lambda c, a=address: c.ask(a, SetMode(), ModeReply, timeout_s=_CONTROL_TIMEOUT_S)
-            )
+            reply = await self._control(partial(_mode_of, address))
             self._modes_before[address] = reply.mode
         admin = False
         if ours and isinstance(returns, bool):
@@ -233,9 +232,7 @@ class Stack:
             gauges["kv_usage"].append(100 * sum(used) / len(used))
         shares = []
         for address in self._places.controls:
-            reply = await self._control(
-                lambda c, a=address: c.ask(a, Stats(), StatsReply, timeout_s=_CONTROL_TIMEOUT_S)
-            )
+            reply = await self._control(partial(_stats_of, address))
             blocks = reply.gauges.get("blocks") or 0.0
             if blocks:
                 shares.append(100 * reply.gauges.get("retained_blocks", 0.0) / blocks)
@@ -244,6 +241,14 @@ class Stack:
         if self._smi is not None and self._is_here():
             for name, value in (await asyncio.to_thread(_gpus, self._smi)).items():
                 gauges[name].append(value)
+
+
+def _mode_of(address: str, client: ControlClient) -> ModeReply:
+    return client.ask(address, SetMode(), ModeReply, timeout_s=_CONTROL_TIMEOUT_S)
+
+
+def _stats_of(address: str, client: ControlClient) -> StatsReply:
+    return client.ask(address, Stats(), StatsReply, timeout_s=_CONTROL_TIMEOUT_S)
 
 
 def _gpus(smi: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ QUANTILES: Final = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 RESAMPLES: Final = 1000
 _CONFIDENCE: Final = 0.95
 
+_K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
 
 
@@ -63,7 +64,7 @@ class Interval:
 
 
 def bootstrap(
-    clusters: Mapping[Hashable, Sequence[_T]],
+    clusters: Mapping[_K, Sequence[_T]],
     estimate: Callable[[Sequence[_T]], float | None],
     *,
     seed: int,

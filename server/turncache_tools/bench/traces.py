@@ -172,10 +172,12 @@ def _agent(name: str, seen: Sequence[_Seen], shared: int, starts_s: float = 0.0)
 def _weka(
     text: str, name: str, read: Callable[[dict[str, Any], int], tuple[AgentSpec, int]]
 ) -> Workload:
-    found = [
-        _guarded(name, number, lambda record=record, number=number: read(record, number))
-        for number, record in _records(text, name)
-    ]
+    found: list[tuple[AgentSpec, int]] = []
+    for number, record in _records(text, name):
+        try:
+            found.append(read(record, number))
+        except _Bad as error:
+            raise UsageError(f"{name}, line {number}: {error}") from error
     shared = min(size for _, size in found)
     return _named("weka", name, shared, [agent for agent, _ in found])
 
