@@ -129,7 +129,11 @@ class Body:
                 param=XARGS,
             )
         inner, _ = scan_object(self.text, member.value_start)
-        kept = [(m.name, _without_outsiders(self.text, m)[1]) for m in inner if m.name not in put]
+        kept = [
+            (m.name, _without_outsiders(self.text, m, inside=True)[1])
+            for m in inner
+            if m.name not in put
+        ]
         return _object(_cleaned(kept), put)
 
 
@@ -264,10 +268,16 @@ def _cleaned(kept: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in kept if name not in outside]
 
 
-def _without_outsiders(text: str, member: Member) -> tuple[str, str]:
-    """Return a member's (name, text), cleaned when it is a carrier of extra arguments."""
-    if member.name not in _CARRIERS or not isinstance(member.value, dict):
+def _without_outsiders(text: str, member: Member, *, inside: bool = False) -> tuple[str, str]:
+    """Return a member's (name, text), cleaned when it is a carrier of extra arguments.
+
+    Args:
+        text: of the whole body.
+        member: the member.
+        inside: it lies in a carrier: who unpacks the one may unpack the other.
+    """
+    if not (inside or member.name in _CARRIERS) or not isinstance(member.value, dict):
         return member.name, text[member.start : member.end]
     inner, _ = scan_object(text, member.value_start)
-    kept = _cleaned([_without_outsiders(text, below) for below in inner])
+    kept = _cleaned([_without_outsiders(text, below, inside=True) for below in inner])
     return member.name, text[member.start : member.value_start] + _object(kept, {})

@@ -190,8 +190,9 @@ class PlannedCall:
             left = services.sessions.advance(
                 tags.session_id, served_by=engine.name, root=self._call.root
             )
-            if left is not None and services.pool.is_draining(left):
-                # Taken over: whoever drains it waits for this session no longer.
+            if left is not None:
+                # Taken over: what the old engine keeps of it is kept in vain, and whoever drains
+                # it, now or later, must not wait for this session.
                 taken = Signal(session=tags.session_id, kind="final")
                 services.background.spawn(self._signal([left], taken), "leave a session")
             if ending.boundary is Boundary.TOOL:

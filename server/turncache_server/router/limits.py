@@ -195,6 +195,10 @@ class _Connection(web.RequestHandler):
         logger.info("a request could not be served: %s", type(exc).__name__)
         if request.writer.output_size > 0:
             raise ConnectionError("a part of an answer is out: the connection has to break")
+        if isinstance(exc, ValueError):
+            # Whatever the application raises is answered before: aiohttp stumbled over what
+            # came, as over an Expect header of no characters.
+            status = 400
         error = ApiError(status, "This is no HTTP/1.1 request that the router can read.")
         response = web.Response(
             status=status, body=error.to_json(), content_type="application/json"

@@ -102,10 +102,6 @@ class Pool:
         """Return an engine's settings."""
         return self._engines[name].config
 
-    def is_draining(self, name: str) -> bool:
-        """Whether an engine has been told to hand its sessions to the others."""
-        return self._engines[name].draining
-
     def answered(self, name: str) -> None:
         """Note that an engine has answered, whatever the status."""
         engine = self._engines[name]

@@ -161,6 +161,12 @@ async def test_calls_at_once_are_limited_where_it_is_wished() -> None:
         assert len(engine.seen) == 2
 
 
+async def test_an_expectation_of_no_characters_is_the_clients_fault(single: Single) -> None:
+    """The refusal of such a header fails in aiohttp: that is no error of the router's."""
+    raw = request(b"{}", headers=[b"Expect: \xff\xfe"])
+    assert (await send(single.bench.router.url, raw)).status == 400
+
+
 async def test_bytes_that_are_no_request_are_not_logged(
     single: Single, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,6 +201,8 @@ def nested(value: dict[str, Any], *carriers: str) -> dict[str, Any]:
         ("extra_body", "vllm_xargs"),
         ("vllm_xargs", "extra_args"),
         ("extra_body", "extra_body", "extra_args"),
+        ("extra_args", "whatever", "extra_body"),
+        ("vllm_xargs", "whatever"),
     ],
 )
 async def test_what_steers_engines_is_stripped_at_every_nesting(
