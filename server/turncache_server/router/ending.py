@@ -263,11 +263,11 @@ class ChatEnding:
         problem = self._problem()
         if problem is not None:
             return Ending(problem=problem, finish_reason=self._finished.get(0), usage=self._usage)
-        names = tuple(_complete(self._tools[key] for key in sorted(self._tools)))
+        names = complete_names(self._tools[key] for key in sorted(self._tools))
         return Ending(
             problem=None,
             finish_reason=self._finished[min(self._finished)],
-            boundary=self._boundary(names),
+            boundary=boundary_after(names, final=self._final),
             tool_names=names,
             usage=self._usage,
         )
@@ -290,13 +290,18 @@ class ChatEnding:
             return "the answer ended without a finish_reason"
         return None
 
-    def _boundary(self, tool_names: tuple[str, ...]) -> Boundary:
-        # finish_reason alone does not tell: vLLM says "stop" for a call of a named function,
-        # and "length" may have cut a tool call in half, which no client can execute.
-        if self._final:
-            return Boundary.FINAL
-        return Boundary.TOOL if tool_names else Boundary.USER
+
+def complete_names(tools: Iterable[ToolState]) -> tuple[str, ...]:
+    """Return the names of the tool calls that a client can execute, in order."""
+    return tuple(tool.name for tool in tools if tool.complete)
 
 
-def _complete(tools: Iterable[ToolState]) -> Iterable[str]:
-    return (tool.name for tool in tools if tool.complete)
+def boundary_after(tool_names: tuple[str, ...], *, final: bool) -> Boundary:
+    """Say which wait begins after an answer that ended well.
+
+    finish_reason alone does not tell: vLLM says "stop" for a call of a named function, and
+    "length" may have cut a tool call in half, which no client can execute.
+    """
+    if final:
+        return Boundary.FINAL
+    return Boundary.TOOL if tool_names else Boundary.USER

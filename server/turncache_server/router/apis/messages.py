@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import msgspec
 
-from turncache.protocol import Boundary
 from turncache_server.router.apis.api import (
     Api,
     CallRequest,
@@ -17,7 +16,13 @@ from turncache_server.router.apis.api import (
     has_media,
 )
 from turncache_server.router.body import Body
-from turncache_server.router.ending import Ending, ToolState, Usage
+from turncache_server.router.ending import (
+    Ending,
+    ToolState,
+    Usage,
+    boundary_after,
+    complete_names,
+)
 from turncache_server.router.errors import ApiError, invalid
 
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
@@ -190,12 +195,11 @@ class MessagesEnding:
         elif self._stop_reason is None:
             problem = "the answer ended without a stop_reason"
         tools = (tool for _, tool in sorted(self._tools.items()))
-        names = () if problem else tuple(tool.name for tool in tools if tool.complete)
-        waits = Boundary.TOOL if names else Boundary.USER
+        names = () if problem else complete_names(tools)
         return Ending(
             problem=problem,
             finish_reason=self._stop_reason,
-            boundary=None if problem else Boundary.FINAL if self._final else waits,
+            boundary=None if problem else boundary_after(names, final=self._final),
             tool_names=names,
             usage=Usage(self._prompt_tokens, self._answer_tokens) if self._counted else None,
         )

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import msgspec
 
-from turncache.protocol import Boundary
 from turncache_server.router.apis.api import (
     Api,
     CallRequest,
@@ -17,7 +16,13 @@ from turncache_server.router.apis.api import (
     has_media,
 )
 from turncache_server.router.body import Body
-from turncache_server.router.ending import Ending, ToolState, Usage
+from turncache_server.router.ending import (
+    Ending,
+    ToolState,
+    Usage,
+    boundary_after,
+    complete_names,
+)
 from turncache_server.router.errors import ApiError, invalid
 
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
@@ -168,13 +173,12 @@ class ResponsesEnding:
         """Judge what has been seen so far as the whole answer."""
         problem, answer = self._problem(), self._answer or _Response()
         details = answer.incomplete_details
-        names = () if problem else tuple(tool.name for tool in _tools(answer) if tool.complete)
-        waits = Boundary.TOOL if names else Boundary.USER
+        names = () if problem else complete_names(_tools(answer))
         used = answer.usage
         return Ending(
             problem=problem,
             finish_reason=(details.reason if details else None) or answer.status,
-            boundary=None if problem else Boundary.FINAL if self._final else waits,
+            boundary=None if problem else boundary_after(names, final=self._final),
             tool_names=names,
             usage=None if used is None else Usage(used.input_tokens, used.output_tokens),
             answer_id=answer.id,
