@@ -28,6 +28,9 @@ from turncache_server.control.messages import (
 )
 from turncache_server.control.server import ControlServer
 
+# Words that two prompts must begin with in common to share KV.
+LEAST_SHARED = 4
+
 STANDARD = {
     "model",
     "messages",
@@ -199,7 +202,8 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
         if one != other:
             break
         at += 1
-    return at
+    # As with blocks: random texts whose first words happen to be equal share nothing.
+    return at if at >= LEAST_SHARED else 0
 
 
 def _handler(stack: FakeStack) -> type[BaseHTTPRequestHandler]:
