@@ -225,7 +225,9 @@ def test_the_task_of_the_process_survives_its_command_line() -> None:
 def test_the_ghost_keeps_what_mode_on_really_kept(seed: int, policy: str, budget: float) -> None:
     """The same calls, the real extension acting on its pool: the same hashes, after every call.
 
-    The engine steps between calls, as one that serves others does all the time.
+    The engine steps between calls, as one that serves others does all the time. Calls are
+    further apart than orders of the lineages are (``RANK_EVERY_S``): both compute them as
+    often, but at times of their own.
     """
     draw = random.Random(seed)
     desk = Observed(
@@ -252,7 +254,7 @@ def test_the_ghost_keeps_what_mode_on_really_kept(seed: int, policy: str, budget
         real = {key[:-4] for key in desk.pool.cached_block_hash_to_block._cache}
         assert desk.ghost.retention.cached() == real
         assert desk.ghost.gauges()["retained_blocks"] == desk.extension.gauges()["retained_blocks"]
-        desk.now_s += draw.choice([0.1, 1.0, 10.0])
+        desk.now_s += draw.choice([0.3, 1.0, 10.0])
         desk.rest()
 
 
