@@ -4,6 +4,8 @@
 PY      := .venv/bin/python
 ENGINE  := build/engine-venv/bin/python
 SOURCES := sdk server integrations tests requirements
+# Property tests draw the same examples on every machine; pytest by hand draws new ones.
+SAME_EXAMPLES := --hypothesis-profile=ci
 # Recipes must fail with the command, not with the pipe behind it.
 SHELL   := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -42,11 +44,11 @@ lint: setup ## ruff, formatting, types, import contracts
 .PHONY: test-fast
 test-fast: setup ## fast tests: no engine
 	$(call timed,fast tier,$(PY) -m pytest -q -n 2 --dist loadfile -m "not scheduler and not engine" \
-		--ignore tests/integrations tests)
+		$(SAME_EXAMPLES) --ignore tests/integrations tests)
 
 .PHONY: test-scheduler
 test-scheduler: setup-engine ## vLLM's real scheduler, no model
-	$(call timed,scheduler tier,$(ENGINE) -m pytest -q -m scheduler tests/scheduler)
+	$(call timed,scheduler tier,$(ENGINE) -m pytest -q -m scheduler $(SAME_EXAMPLES) tests/scheduler)
 
 .PHONY: test-engine
 test-engine: models ## real engines, one stack at a time
@@ -58,7 +60,7 @@ test-openai: setup ## the client on several versions of openai
 
 .PHONY: test-foreign
 test-foreign: setup ## the client inside other frameworks, in environments of their own
-	$(call timed,LangGraph,$(PY) -m pytest -q -n 2 --dist loadfile tests/integrations)
+	$(call timed,LangGraph,$(PY) -m pytest -q -n 2 --dist loadfile $(SAME_EXAMPLES) tests/integrations)
 	$(call timed,foreign tier,$(PY) -m tests.foreign.environments)
 
 .PHONY: test

@@ -57,7 +57,17 @@ def run(version: str, more: Sequence[str]) -> bool:
     ).stdout.strip()
     print(f"openai {shown}", flush=True)
     done = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *more],
+        [
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--hypothesis-profile=ci",
+            *TESTS,
+            *more,
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "sdk")},
         check=False,
