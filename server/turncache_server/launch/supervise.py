@@ -183,6 +183,9 @@ class Reaper:
                 self._stop_asked = True
         self._end_descendants()
         self._drain_output(output)
+        for number in _STOP:
+            # Python gives our handlers back before it ends: a late TERM would be our exit code.
+            signal.signal(number, signal.SIG_IGN)
         return self._exit_code if self._exit_code is not None else 128 + signal.SIGKILL
 
     def _spawn(self) -> int:

@@ -178,6 +178,16 @@ def test_a_program_may_end_in_order_within_the_grace(tmp_path: Path) -> None:
         assert program.poll() == 5
 
 
+def test_asking_again_and_again_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    """TERM at any moment of its end does not make the reaper forget what the program said."""
+    script = "trap 'exit 5' TERM; echo ready; while :; do read -t 0.01 <> <(:); done"
+    with running(tmp_path, "bash", "-c", script, grace_s=5) as program:
+        wait_until(lambda: program.tail() == ["ready"])
+        while program.poll() is None:
+            program.ask_stop()
+        assert program.poll() == 5
+
+
 def test_when_a_program_ends_its_children_end_too(tmp_path: Path, mark: str) -> None:
     """Nobody is left to serve half of an engine."""
     with running(tmp_path, "bash", "-c", f"({STUBBORN}) & sleep 0.05; exit 3") as program:
