@@ -87,6 +87,10 @@ perf-router: setup ## time the router against vllm-router (PERF="--long")
 fuzz-router: setup ## 100,000 malformed and hostile requests against the router (FUZZ="--requests 1000")
 	@$(PY) -m tests.fuzz.router $(FUZZ)
 
+.PHONY: bench
+bench: models ## off against ours on a real pair, at several lengths (BENCH="--only 1")
+	@$(ENGINE) -m tests.perf.bench_pays $(BENCH)
+
 .PHONY: perf-langgraph-shares
 perf-langgraph-shares: models ## count what a LangGraph agent does not compute again, on real engines
 	@$(ENGINE) -m tests.perf.langgraph_shares

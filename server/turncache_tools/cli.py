@@ -18,6 +18,7 @@ from turncache_tools.router_verb import router
 from turncache_tools.serve import serve
 from turncache_tools.shell import OK, PassingOn, Verbs, write
 from turncache_tools.stack_options import takes_stack
+from turncache_tools.top import top
 
 app = typer.Typer(
     cls=Verbs,
@@ -52,6 +53,7 @@ app.command()(router)
 app.command()(mode)
 app.command()(stats)
 app.command()(sessions)
+app.command()(top)
 app.command()(drain)
 app.command()(report)
 app.command()(doctor)

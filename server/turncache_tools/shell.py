@@ -89,12 +89,17 @@ def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console = Console(file=sys.stdout)
     if not console.is_terminal:
         console = Console(file=sys.stdout, width=240)
+    console.print(make_table(columns, rows))
+
+
+def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table in the one form that all verbs use."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    return table
 
 
 def assignments(texts: Sequence[str], option: str) -> Mapping[str, Any]:

@@ -74,6 +74,7 @@ class ControlledEngine:
     mode: str = "on"
     stays: str = ""
     stats: Mapping[str, float] = field(default_factory=dict)
+    gauges: Mapping[str, float] = field(default_factory=lambda: {"free_blocks": 7.0})
     hello: Mapping[str, Any] = field(default_factory=dict)
     sessions: Sequence[SessionRow] = ()
 
@@ -94,7 +95,7 @@ class ControlledEngine:
                 block_size=16,
             )
         if isinstance(request, Stats):
-            return StatsReply(counters=dict(self.stats), gauges={"free_blocks": 7})
+            return StatsReply(counters=dict(self.stats), gauges=dict(self.gauges))
         if isinstance(request, Hello):
             values: dict[str, Any] = {
                 "engine_id": "x",
