@@ -167,11 +167,12 @@ class Handlers:
         clean = body.edited(put={})
         for engine in self._serving_engines():
             try:
-                leg = await self._services.upstream.post(engine, request.path, clean, headers)
+                leg = await self._services.upstream.post(
+                    engine, request.path, clean, lambda: headers
+                )
                 async with leg:
-                    whole = await leg.rest(
-                        await leg.first_chunk(), self._services.config.max_answer_bytes
-                    )
+                    first = await leg.first_chunk()
+                    whole = await leg.rest(first, self._services.config.max_answer_bytes)
             except LegFailed as failure:
                 self._services.pool.failed(engine.name, failure.kind)
                 if failure.consumed:

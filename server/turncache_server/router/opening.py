@@ -211,17 +211,10 @@ class Opening:
         )
 
     async def _post(self, engine: EngineView, kind: str, body: bytes) -> EngineAnswer:
-        self._num_attempts += 1
-        headers = leg_headers(
-            self._call.headers,
-            session=self._call.tags.session_id,
-            # An id that a client can choose, or that two attempts share, would let one
-            # request end another: vLLM keys its state by it.
-            request_id=f"{self._call.request}-{kind}{self._num_attempts}",
-            engine_key=self._services.engine_key,
-        )
         config = self._services.pool.config_of(engine.name)
-        request = self._services.upstream.post(config, self._call.api.path, body, headers)
+        request = self._services.upstream.post(
+            config, self._call.api.path, body, lambda: self._leg_headers(kind)
+        )
         if self._services.config.on_disconnect == "cancel":
             return await request
         task = asyncio.ensure_future(request)
@@ -230,6 +223,17 @@ class Opening:
         except asyncio.CancelledError:
             self._services.background.spawn(self._drain_task(task), "drain a leg")
             raise
+
+    def _leg_headers(self, kind: str) -> dict[str, str]:
+        self._num_attempts += 1
+        return leg_headers(
+            self._call.headers,
+            session=self._call.tags.session_id,
+            # An id that a client can choose, or that two attempts share, would let one
+            # request end another: vLLM keys its state by it.
+            request_id=f"{self._call.request}-{kind}{self._num_attempts}",
+            engine_key=self._services.engine_key,
+        )
 
     async def _drain_task(self, task: asyncio.Future[EngineAnswer]) -> None:
         try:

@@ -121,18 +121,25 @@ class Relay:
         return Relayed(response=response, code=200, ending=ending)
 
     async def _pass_on(self, stream: AnswerStream) -> None:
-        chunk = self.opened.first
-        while chunk:
-            await self.answer.write(stream.feed(chunk))
-            if stream.pending_bytes > self.config.max_event_bytes:
+        answer, most = self.answer, self.config.max_event_bytes
+
+        def take(chunk: bytes) -> bool:
+            keeps_up = answer.send(stream.feed(chunk))
+            if stream.pending_bytes > most:
                 raise LegFailed(
                     self.opened.engine.name,
                     "bad_answer",
-                    f"sent an event of more than {self.config.max_event_bytes} bytes",
+                    f"sent an event of more than {most} bytes",
                     consumed=True,
                 )
-            chunk = await self.opened.leg.chunk()
-        await self.answer.write(stream.close())
+            return keeps_up
+
+        goes_on = True
+        take(self.opened.first)
+        while goes_on:
+            await answer.drained()
+            goes_on = await self.opened.leg.flow(take)
+        answer.send(stream.close())
 
     def _error(self, ending: Ending, failure: LegFailed | None) -> ApiError:
         if failure is not None:

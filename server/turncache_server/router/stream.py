@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Final
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from turncache_server.router.apis.api import ErrorForm
 from turncache_server.router.errors import ApiError
 
-_PING = b": ping\n\n"
+_PING: Final = b": ping\n\n"
+#: Bytes that a client has not read before the engine is made to wait: what a transport, too,
+#: takes for too much.
+_MAX_UNREAD: Final = 64 * 1024
 
 
 class ClientGone(Exception):
@@ -34,6 +38,8 @@ class ClientAnswer:
         self._request = request
         self._errors = errors
         self._response: web.StreamResponse | None = None
+        self._transport: asyncio.Transport | None = None
+        self._chunked = False
 
     @property
     def started(self) -> bool:
@@ -46,9 +52,44 @@ class ClientAnswer:
         Raises:
             ClientGone: the client has left.
         """
-        self._response = web.StreamResponse(status=status, headers=headers)
+        response = web.StreamResponse(status=status, headers=headers)
+        self._chunked = self._request.version >= HttpVersion11
+        if self._chunked:
+            response.enable_chunked_encoding()
+        self._response = response
         try:
-            await self._response.prepare(self._request)
+            await response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone from error
+        self._transport = self._request.transport
+
+    def send(self, data: bytes) -> bool:
+        """Send a part of a stream.
+
+        Written to the connection as the response would write it, without a task that waits.
+
+        Returns:
+            Whether the client keeps up: else the next part is for after :meth:`drained`.
+
+        Raises:
+            ClientGone: the client has left.
+        """
+        if not data:
+            return True
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            raise ClientGone
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        return transport.get_write_buffer_size() <= _MAX_UNREAD
+
+    async def drained(self) -> None:
+        """Wait until the client has read what was sent.
+
+        Raises:
+            ClientGone: the client has left.
+        """
+        try:
+            await self._request.writer.drain()
         except ConnectionError as error:
             raise ClientGone from error
 
@@ -58,13 +99,8 @@ class ClientAnswer:
         Raises:
             ClientGone: the client has left.
         """
-        if not data:
-            return
-        assert self._response is not None
-        try:
-            await self._response.write(data)
-        except ConnectionError as error:
-            raise ClientGone from error
+        if not self.send(data):
+            await self.drained()
 
     async def end(self) -> web.StreamResponse:
         """End a stream."""

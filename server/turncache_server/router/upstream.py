@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Final, Self
 
-import aiohttp
-
+from turncache_server.router.address import Address
 from turncache_server.router.config import EngineConfig, RouterConfig
+from turncache_server.router.connection import Broken, Connection, Take
 from turncache_server.router.errors import LegFailed
+from turncache_server.router.wire import request_head
 
-#: Idle seconds after which a pooled connection is dropped. vLLM's server drops it after 5
-#: (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request sent at that moment would be lost, and a POST
-#: must not be sent twice.
-_KEEP_ALIVE_S: Final = 3.0
-_LARGE_BYTES: Final = 256 * 1024
+#: A connection that was idle for this long, and ends this soon after a request without a
+#: byte of an answer, was given up by the engine before it read the request. Any other request
+#: that is lost may have been worked on, and must not be sent twice.
+_STALE_S: Final = 1.0
+#: What an engine did by kind of :class:`Broken`, before and after the headers of its answer.
+_BEFORE: Final = {
+    "disconnected": "closed the connection",
+    "bad_answer": "answered with what is no HTTP",
+}
+_AFTER: Final = {
+    "disconnected": "broke off its answer",
+    "bad_answer": "went on with what is no HTTP",
+}
+
+Headers = Callable[[], Mapping[str, str]]
 
 
 class EngineAnswer:
@@ -31,23 +41,26 @@ class EngineAnswer:
     def __init__(
         self,
         engine: EngineConfig,
-        response: aiohttp.ClientResponse,
+        address: Address,
+        connection: Connection,
         *,
         first_byte_deadline_s: float,
         idle_timeout_s: float,
     ) -> None:
         self._engine = engine
-        self._response = response
+        self._address = address
+        self._connection = connection
         self._first_byte_deadline_s = first_byte_deadline_s
         self._idle_timeout_s = idle_timeout_s
-        self.status = response.status
-        self.content_type = response.content_type
+        self._headers = connection.answer.headers
+        self._closed = False
+        self.status = connection.answer.status
+        content_type = self._headers.get("content-type", "application/octet-stream")
+        self.content_type = content_type.partition(";")[0].strip().lower()
 
     def headers(self, names: tuple[str, ...]) -> dict[str, str]:
-        """Return the headers among ``names``."""
-        return {
-            name: self._response.headers[name] for name in names if name in self._response.headers
-        }
+        """Return the headers among ``names``, which are in lower case."""
+        return {name: self._headers[name] for name in names if name in self._headers}
 
     async def first_chunk(self) -> bytes:
         """Return the first bytes of the body, empty when it has none.
@@ -55,8 +68,10 @@ class EngineAnswer:
         Raises:
             LegFailed: the connection broke, or nothing came in time.
         """
-        left_s = self._first_byte_deadline_s - asyncio.get_running_loop().time()
-        return await self._read(max(0.0, left_s))
+        try:
+            return await self._connection.part(until_s=self._first_byte_deadline_s)
+        except Broken as error:
+            raise self._failed(error, "sent no first byte in time") from error
 
     async def chunk(self) -> bytes:
         """Return the next bytes, empty at the end of the body.
@@ -64,23 +79,24 @@ class EngineAnswer:
         Raises:
             LegFailed: the connection broke, or nothing came in time.
         """
-        return await self._read(self._idle_timeout_s)
-
-    async def _read(self, limit_s: float) -> bytes:
         try:
-            # What has arrived while the last part was written needs no timer.
-            if part := self._response.content.read_nowait():
-                return part
-            async with asyncio.timeout(limit_s):
-                return await self._response.content.readany()
-        except TimeoutError as error:
-            raise LegFailed(
-                self._engine.name, "timeout", f"sent nothing for {limit_s:g} s", consumed=True
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise LegFailed(
-                self._engine.name, "disconnected", "broke off its answer", consumed=True
-            ) from error
+            return await self._connection.part(idle_s=self._idle_timeout_s)
+        except Broken as error:
+            raise self._failed(error) from error
+
+    async def flow(self, take: Take) -> bool:
+        """Give the bytes to ``take`` as they arrive, while it can take more.
+
+        Returns:
+            Whether the body goes on; the engine is made to wait until the next call.
+
+        Raises:
+            LegFailed: the connection broke, or nothing came in time.
+        """
+        try:
+            return await self._connection.flow(take, idle_s=self._idle_timeout_s)
+        except Broken as error:
+            raise self._failed(error) from error
 
     async def rest(self, first: bytes, max_bytes: int) -> bytes:
         """Return the whole body, of which ``first`` has been read.
@@ -119,66 +135,65 @@ class EngineAnswer:
 
         Cutting it is how an engine learns that the call is cancelled.
         """
-        if self._response.content.at_eof():
-            self._response.release()
-        else:
-            self._response.close()
+        if not self._closed:
+            self._closed = True
+            self._address.put(self._connection)
+
+    def _failed(self, error: Broken, late: str | None = None) -> LegFailed:
+        late = late or f"sent nothing for {self._idle_timeout_s:g} s"
+        problem = _AFTER.get(error.kind, late)
+        return LegFailed(self._engine.name, error.kind, problem, consumed=True)
 
 
 class Upstream:
-    """The connections to all engines."""
+    """The connections to all engines.
 
-    def __init__(self, config: RouterConfig) -> None:
+    There is no limit to their number: a call that waits for a connection would wait for a
+    stream to end, and how much an engine takes on is the engine's decision.
+
+    Args:
+        config: the router's settings.
+        stale_s: idle seconds after which an engine may have given up a connection.
+    """
+
+    def __init__(self, config: RouterConfig, *, stale_s: float = _STALE_S) -> None:
         self._config = config
-        self._session = aiohttp.ClientSession(
-            # No limit: a call that waits for a connection would wait for a stream to end,
-            # and how much an engine takes on is the engine's decision.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent",),
-        )
+        self._stale_s = stale_s
+        self._addresses = {engine.url: Address(engine.url) for engine in config.engines}
 
     async def post(
-        self, engine: EngineConfig, path: str, body: bytes, headers: Mapping[str, str]
+        self, engine: EngineConfig, path: str, body: bytes, headers: Headers
     ) -> EngineAnswer:
         """Send a request and await the headers of its answer.
+
+        Args:
+            engine: whom to ask.
+            path: of the resource.
+            body: JSON.
+            headers: makes the headers of one try. There is a second one, on a new connection,
+                when the engine gave up the first one before it read the request.
 
         Raises:
             LegFailed: no connection, or it broke or timed out before the headers.
         """
         limit_s = self._config.first_byte_timeout_s
-        deadline_s = asyncio.get_running_loop().time() + limit_s
+        until_s = asyncio.get_running_loop().time() + limit_s
+        address = self._addresses[engine.url]
+
+        def head() -> bytes:
+            sent = {**headers(), "accept-encoding": "identity"}
+            return request_head("POST", address.host, path, sent, len(body))
+
         try:
-            async with asyncio.timeout_at(deadline_s):
-                response = await self._session.post(
-                    engine.url + path,
-                    # Large bodies are sent in pieces, so that other calls go on meanwhile.
-                    data=body if len(body) < _LARGE_BYTES else io.BytesIO(body),
-                    headers={**headers, "accept-encoding": "identity"},
-                    allow_redirects=False,
-                )
-        except aiohttp.ClientConnectorError as error:
-            raise LegFailed(
-                engine.name, "refused", "does not accept connections", consumed=False
-            ) from error
-        except aiohttp.ConnectionTimeoutError as error:
-            raise LegFailed(
-                engine.name, "refused", "accepts no connection in time", consumed=False
-            ) from error
-        except TimeoutError as error:
-            raise LegFailed(
-                engine.name, "timeout", f"did not answer within {limit_s:g} s", consumed=True
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise LegFailed(
-                engine.name, "disconnected", "closed the connection", consumed=True
-            ) from error
+            connection = await self._asked(engine, head, body, until_s, self._stale_s)
+        except Broken as error:
+            problem = _BEFORE.get(error.kind, f"did not answer within {limit_s:g} s")
+            raise LegFailed(engine.name, error.kind, problem, consumed=True) from error
         return EngineAnswer(
             engine,
-            response,
-            first_byte_deadline_s=deadline_s,
+            address,
+            connection,
+            first_byte_deadline_s=until_s,
             idle_timeout_s=self._config.idle_timeout_s,
         )
 
@@ -190,23 +205,68 @@ class Upstream:
         Raises:
             LegFailed: no answer in time.
         """
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        address = self._addresses[engine.url]
+
+        def head() -> bytes:
+            return request_head("GET", address.host, path, headers, None)
+
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.get(
-                    engine.url + path, headers=headers, allow_redirects=False
-                ) as response,
-            ):
-                return response.status, await response.read()
+            # What only asks can be asked again.
+            connection = await self._asked(engine, head, b"", until_s, 0.0)
+        except Broken as error:
+            problem = _BEFORE.get(error.kind, f"did not answer within {timeout_s:g} s")
+            raise LegFailed(engine.name, error.kind, problem, consumed=False) from error
+        answer = EngineAnswer(
+            engine, address, connection, first_byte_deadline_s=until_s, idle_timeout_s=timeout_s
+        )
+        try:
+            async with asyncio.timeout_at(until_s), answer:
+                first = await answer.first_chunk()
+                return answer.status, await answer.rest(first, self._config.max_answer_bytes)
         except TimeoutError as error:
-            raise LegFailed(
-                engine.name, "timeout", f"did not answer within {timeout_s:g} s", consumed=False
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise LegFailed(
-                engine.name, "refused", f"cannot be reached: {error}", consumed=False
-            ) from error
+            problem = f"did not answer within {timeout_s:g} s"
+            raise LegFailed(engine.name, "timeout", problem, consumed=False) from error
 
     async def close(self) -> None:
-        """Close every connection."""
-        await self._session.close()
+        """Close every idle connection; who holds another one closes it."""
+        for address in self._addresses.values():
+            address.close()
+
+    async def _asked(
+        self,
+        engine: EngineConfig,
+        head: Callable[[], bytes],
+        body: bytes,
+        until_s: float,
+        stale_s: float,
+    ) -> Connection:
+        """Send a request; returns its connection once the headers of the answer are there.
+
+        Raises:
+            Broken: they will not come.
+            LegFailed: there is no connection.
+        """
+        loop = asyncio.get_running_loop()
+        address = self._addresses[engine.url]
+        if (idle := address.take()) is not None:
+            connection, idle_s = idle
+            asked_s = loop.time()
+            try:
+                await connection.ask(head(), body, until_s)
+            except Broken as error:
+                at_once = loop.time() - asked_s < _STALE_S
+                if not (error.untouched and at_once and idle_s >= stale_s):
+                    raise
+                address.close()  # the others are older
+            else:
+                return connection
+        try:
+            limit_s = min(self._config.connect_timeout_s, until_s - loop.time())
+            connection = await address.connect(limit_s)
+        except OSError as error:
+            late = isinstance(error, TimeoutError)
+            problem = "accepts no connection in time" if late else "does not accept connections"
+            raise LegFailed(engine.name, "refused", problem, consumed=False) from error
+        await connection.ask(head(), body, until_s)
+        return connection
