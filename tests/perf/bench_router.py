@@ -242,7 +242,8 @@ def router_command(
     command = [sys.executable, "-m", "turncache_server.router", "--port", str(port)]
     command += ["--engine", f"name=prefill-0,side=prefill,url={prefill}"]
     command += ["--engine", f"name=decode-0,side=decode,url={decode}"]
-    return command, {"PYTHONPATH": f"{home}/sdk:{home}/server", "TURNCACHE_LOG": "warning"}
+    command += ["--log-level", "warning"]  # as vllm-router, which says nothing of a call
+    return command, {"PYTHONPATH": f"{home}/sdk:{home}/server"}
 
 
 def measure(

@@ -20,16 +20,18 @@ class Address:
 
     Args:
         url: its base URL.
+        space: of its connections.
 
     Attributes:
         host: value of the ``host`` header.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, space: memoryview) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None, "the settings have been checked"
         self.host = parts.netloc.encode("idna").decode()
         self._hostname = parts.hostname
+        self._connection = functools.partial(Connection, space)
         self._tls = parts.scheme == "https"
         self._port = parts.port or (443 if self._tls else 80)
         #: With the time since which each is idle; the last used is at the end.
@@ -45,7 +47,7 @@ class Address:
         """
         async with asyncio.timeout(timeout_s):
             _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, self._hostname, self._port, ssl=_trust() if self._tls else None
+                self._connection, self._hostname, self._port, ssl=_trust() if self._tls else None
             )
         return connection
 

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import uvloop
 from aiohttp import web
 
 from turncache.errors import ConfigError
@@ -163,11 +164,15 @@ async def serving(
 def run(config: RouterConfig, *, ready: Callable[[str], None] | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
+    On uvloop, whose reads and writes take half the time of asyncio's own; nothing here
+    depends on it.
+
     Args:
         config: the settings.
         ready: called with the base URL once the router serves.
     """
-    asyncio.run(_run(config, ready))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(config, ready))
 
 
 async def _run(config: RouterConfig, ready: Callable[[str], None] | None) -> None:

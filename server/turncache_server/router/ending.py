@@ -24,6 +24,9 @@ _LINE_END: Final = re.compile(rb"\r\n|\n|\r(?!\n)")
 _EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 #: Bytes before the end of what was searched in which an event's end may have begun.
 _END_BYTES: Final = 4
+_PREFIX: Final = len(b"data: ")
+#: Bytes of a plain event that are not data.
+PLAIN_FRAME: Final = _PREFIX + len(b"\n\n")
 
 
 class SseEvent(NamedTuple):
@@ -56,10 +59,25 @@ class SseSplitter:
         """Size of the event that has begun and not ended."""
         return len(self._buffer)
 
+    def plain(self, chunk: bytes) -> list[bytes] | None:
+        """Return the data of the events in a chunk of whole events of one data line each.
+
+        Nearly every read from an engine is one. None for any other, which has not been taken.
+        """
+        if not self._started or self._buffer or self._after_cr or not chunk.endswith(b"\n\n"):
+            return None
+        if b"\r" in chunk or not chunk.startswith(b"data: "):
+            return None
+        if chunk.find(b"\n") == len(chunk) - 2:
+            return [chunk[_PREFIX:-2]]
+        lines = chunk[:-2].split(b"\n\n")
+        if chunk.count(b"\n") != 2 * len(lines):
+            return None
+        data = [line[_PREFIX:] for line in lines if line.startswith(b"data: ")]
+        return data if len(data) == len(lines) else None
+
     def feed(self, chunk: bytes) -> list[SseEvent]:
         """Return the events that end in ``chunk``."""
-        if self._started and not (self._buffer or self._after_cr) and _is_one_line(chunk):
-            return [SseEvent(chunk, chunk[6:-2])]
         events: list[SseEvent] = []
         if self._after_cr and chunk:
             self._after_cr = False
@@ -97,8 +115,6 @@ class SseSplitter:
         if not self._started:
             self._started = True
             text = raw.removeprefix(_BOM)
-        if _is_one_line(text):
-            return SseEvent(raw, text[6:-2])
         lines = _LINE_END.split(text) if b"\r" in text else text.split(b"\n")
         values = [
             line[5:].removeprefix(b" ")
@@ -106,16 +122,6 @@ class SseSplitter:
             if line.startswith(b"data") and line[4:5] in (b"", b":")
         ]
         return SseEvent(raw, b"\n".join(values) if values else None)
-
-
-def _is_one_line(chunk: bytes) -> bool:
-    """Tell whether a chunk is one event of one data line: nearly every read from vLLM."""
-    return (
-        chunk.startswith(b"data: ")
-        and chunk.find(b"\n") == len(chunk) - 2
-        and chunk.endswith(b"\n\n")
-        and b"\r" not in chunk
-    )
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from typing import Final
 from turncache.protocol import STRIPPED_BODY_MEMBERS
 from turncache_server.router.apis.api import Collector
 from turncache_server.router.body import drop_members
-from turncache_server.router.ending import Ending, SseEvent, SseSplitter
+from turncache_server.router.ending import PLAIN_FRAME, Ending, SseEvent, SseSplitter
 
 #: Members of an event that hold a whole answer, in the APIs that have such events.
 NESTED_ANSWERS: Final = ("response", "message")
@@ -64,6 +64,21 @@ class AnswerStream:
 
     def feed(self, chunk: bytes) -> bytes:
         """Return what may be sent after ``chunk`` has arrived."""
+        plain = None if self._held_back else self._splitter.plain(chunk)
+        if plain is None or _has_mark(chunk):
+            return self._pass_each(chunk)
+        # Every event is read, even where a few bytes would say that it decides nothing:
+        # decoding one takes no longer than looking for them.
+        add, at = self._collector.add, 0
+        for data in plain:
+            end = at + len(data) + PLAIN_FRAME
+            if add(data):
+                passed = chunk[:at] + self._passed_last(chunk[at:end])
+                return passed + self._pass_each(chunk[end:])
+            at = end
+        return chunk
+
+    def _pass_each(self, chunk: bytes) -> bytes:
         return b"".join(self._passed(event) for event in self._splitter.feed(chunk))
 
     def close(self) -> bytes:
@@ -85,7 +100,7 @@ class AnswerStream:
             return event.raw
         is_last = self._collector.add(event.data)
         raw = event.raw
-        if any(mark in event.data for mark in _MARKS):
+        if _has_mark(event.data):
             raw = _cleaned(event)
         return self._passed_last(raw) if is_last else raw
 
@@ -98,6 +113,13 @@ class AnswerStream:
         # The engine's own error event has been passed on: the end that follows it is true.
         self._held_back = not self.client_knows
         return b"" if self._held_back else raw
+
+
+def _has_mark(data: bytes) -> bool:
+    for mark in _MARKS:  # noqa: SIM110 - a third of the time of any()
+        if mark in data:
+            return True
+    return False
 
 
 def _cleaned(event: SseEvent) -> bytes:

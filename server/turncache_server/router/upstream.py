@@ -17,6 +17,8 @@ from turncache_server.router.wire import request_head
 #: byte of an answer, was given up by the engine before it read the request. Any other request
 #: that is lost may have been worked on, and must not be sent twice.
 _STALE_S: Final = 1.0
+#: Most bytes of one read.
+_READ_BYTES: Final = 64 * 1024
 #: What an engine did by kind of :class:`Broken`, before and after the headers of its answer.
 _BEFORE: Final = {
     "disconnected": "closed the connection",
@@ -159,7 +161,8 @@ class Upstream:
     def __init__(self, config: RouterConfig, *, stale_s: float = _STALE_S) -> None:
         self._config = config
         self._stale_s = stale_s
-        self._addresses = {engine.url: Address(engine.url) for engine in config.engines}
+        space = memoryview(bytearray(_READ_BYTES))
+        self._addresses = {engine.url: Address(engine.url, space) for engine in config.engines}
 
     async def post(
         self, engine: EngineConfig, path: str, body: bytes, headers: Headers

@@ -175,54 +175,55 @@ class AnswerReader:
         parts: list[bytes] = []
         at = 0
         while at < len(data):
-            if self._left > 2:
-                end = min(len(data), at + self._left - 2)
-                parts.append(data[at:end])
-            elif self._left:
-                end = at + 1
-                if data[at:end] != b"\r\n"[2 - self._left : 3 - self._left]:
-                    raise WireError("a chunk longer than its size")
-            else:
-                end = self._size_line(data, at)
-                if not end:
-                    break
-                at = end
+            if self._in_trailers:
+                self._trailers(data[at:])
+                break
+            if self._left:
+                at = self._in_chunk(data, at, parts)
                 continue
-            self._left -= end - at
-            at = end
-        return b"".join(parts)
-
-    def _size_line(self, data: bytes, at: int) -> int:
-        """Read the line before a chunk, or what follows the last one: index after it, 0 for none.
-
-        Without one the rest of the data has been taken.
-        """
-        if not self._in_trailers:
             match = _SIZE.match(data, at)
             if match is None:
-                if data.find(b"\n", at) >= 0 or len(data) - at > _MAX_SIZE_LINE:
-                    raise WireError("no size of a chunk")
-                self._kept = data[at:]
-                return 0
-            size = int(match[1], 16)
-            self._left = size + 2 if size else 0
-            self._in_trailers = not size
-            if size or match.end() < len(data):
-                return match.end()
-            return 0
-        rest = data[at:]
-        if rest.startswith(b"\r\n"):
-            self._finish(rest[2:])
-            return 0
-        end = rest.find(b"\r\n\r\n")
-        if end > MAX_HEAD_BYTES or (end < 0 and len(rest) > MAX_HEAD_BYTES):
+                self._keep_size(data[at:])
+                break
+            at, size = match.end(), int(match[1], 16)
+            if size and data[at + size : at + size + 2] == b"\r\n":
+                parts.append(data[at : at + size])
+                at += size + 2
+            else:
+                self._left = size + 2 if size else 0
+                self._in_trailers = not size
+        return b"".join(parts)
+
+    def _in_chunk(self, data: bytes, at: int, parts: list[bytes]) -> int:
+        """Take what there is of a chunk that has begun; return the index after it."""
+        if self._left > 2:
+            end = min(len(data), at + self._left - 2)
+            parts.append(data[at:end])
+        else:
+            end = at + 1
+            if data[at:end] != (b"\r" if self._left == 2 else b"\n"):
+                raise WireError("a chunk longer than its size")
+        self._left -= end - at
+        return end
+
+    def _keep_size(self, line: bytes) -> None:
+        if b"\n" in line or len(line) > _MAX_SIZE_LINE:
+            raise WireError("no size of a chunk")
+        self._kept = line
+
+    def _trailers(self, data: bytes) -> None:
+        """Take what follows the last chunk: read, and nobody's business."""
+        if data.startswith(b"\r\n"):
+            self._finish(data[2:])
+            return
+        end = data.find(b"\r\n\r\n")
+        if max(end, len(data) if end < 0 else 0) > MAX_HEAD_BYTES:
             raise WireError(f"trailers of more than {MAX_HEAD_BYTES} bytes")
         if end < 0:
-            self._kept = rest
-            return 0
-        _fields(rest[:end].split(b"\r\n"))  # read, and nobody's business
-        self._finish(rest[end + 4 :])
-        return 0
+            self._kept = data
+            return
+        _fields(data[:end].split(b"\r\n"))
+        self._finish(data[end + 4 :])
 
 
 def _fields(lines: list[bytes]) -> dict[str, str]:
