@@ -46,13 +46,21 @@ class Body:
     """A JSON object with the place of every member of its outermost level.
 
     Attributes:
-        text: the body as it came; UTF-8 decoding is one to one, so that a slice of it
-            encodes to the bytes that the client sent.
+        raw: the body as it came.
         members: members by name, in the order of the text.
     """
 
-    text: str
+    raw: bytes
     members: Mapping[str, Member]
+
+    @property
+    def text(self) -> str:
+        """The body, decoded, to which the places of members refer.
+
+        UTF-8 decoding is one to one: a slice of it encodes to the bytes that the client sent.
+        It is decoded again where it is needed, because a call lasts for minutes.
+        """
+        return self.raw.decode()
 
     @classmethod
     def parse(cls, raw: bytes, *, max_depth: int) -> Body:
@@ -89,7 +97,7 @@ class Body:
             raise invalid(f"The body goes on after its JSON object, at character {end}.")
         if _deeper_than(max_depth, [member.value for member in members]):
             raise _too_deep(max_depth)
-        return cls(text, {member.name: member for member in members})
+        return cls(raw, {member.name: member for member in members})
 
     def get(self, name: str) -> Any:
         """Return a member's value, None when it is absent."""
@@ -107,11 +115,28 @@ class Body:
             put: JSON text by name; replaces a member of that name.
         """
         kept = [
-            _without_outsiders(self.text, member)
+            member
             for member in self.members.values()
             if member.name not in drop and member.name not in put
         ]
-        return _object(_cleaned(kept), put).encode()
+        outside = set(members_from_outside(member.name for member in kept))
+        # A character is a byte in ASCII: what may be megabytes is copied once.
+        text = None if self.raw.isascii() else self.text
+        parts: list[bytes | memoryview] = [b"{"]
+        for member in kept:
+            if member.name in outside:
+                continue
+            if member.name in _CARRIERS:
+                parts.append(_without_outsiders(text or self.text, member)[1].encode())
+            elif text is None:
+                parts.append(memoryview(self.raw)[member.start : member.end])
+            else:
+                parts.append(text[member.start : member.end].encode())
+            parts.append(b",")
+        parts += [_object((), put)[1:].encode()]
+        if not put and len(parts) > 2:
+            del parts[-2]  # a comma that nothing follows
+        return b"".join(parts)
 
     def xargs(self, ours: Mapping[str, str | int | float]) -> str:
         """Return ``vllm_xargs`` as JSON text: the client's own, and ours.

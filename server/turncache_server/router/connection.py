@@ -57,10 +57,11 @@ class Connection(asyncio.BufferedProtocol):
         self._reader = AnswerReader()
         self._take: Take | None = None
         self._full = False
+        self._refused: Exception | None = None
         self._parts: list[bytes] = []
         self._num_waiting = 0
         self._wake: asyncio.Future[None] | None = None
-        self._broken: BaseException | None = None
+        self._broken: Broken | None = None
         self._unsent = memoryview(b"")
         self._writable = True
         self._reading = True
@@ -195,7 +196,7 @@ class Connection(asyncio.BufferedProtocol):
 
         Raises:
             Broken: the body has not ended, and nothing more will come.
-            Exception: what ``take`` raises.
+            Exception: what ``take`` raises; the connection goes on, for whoever drains it.
         """
         if (first := await self.part(idle_s=idle_s)) and not take(first):
             return True
@@ -203,11 +204,11 @@ class Connection(asyncio.BufferedProtocol):
         try:
             while not self._full and not self._reader.done:
                 await self._event(None, idle_s)
-            if self._broken is not None and not isinstance(self._broken, Broken):
-                raise self._broken
+            if self._refused is not None:
+                raise self._refused
             return self._full
         finally:
-            self._take = None
+            self._take = self._refused = None
 
     def rest(self) -> None:
         """Wait for the next request, or for its time to be over."""
@@ -226,8 +227,7 @@ class Connection(asyncio.BufferedProtocol):
             if take(part):
                 return
         except Exception as error:  # noqa: BLE001 - raised where the taker waits
-            self._break(error)
-            return
+            self._refused = error
         self._take, self._full = None, True
         self._pause()
         self._wake_up()
@@ -283,7 +283,7 @@ class Connection(asyncio.BufferedProtocol):
             piece, self._unsent = self._unsent[:_PIECE], self._unsent[_PIECE:]
             self.transport.write(piece)
 
-    def _break(self, why: BaseException) -> None:
+    def _break(self, why: Broken) -> None:
         if self._broken is None:
             self._broken = why
         self.abort()

@@ -192,7 +192,10 @@ async def test_an_answer_before_the_request_is_read_is_an_answer() -> None:
 
 
 async def test_what_is_not_taken_is_not_read() -> None:
-    """An engine waits while the taker recovers; nothing is lost, and nothing comes twice."""
+    """An engine waits while the taker recovers; nothing is lost, and nothing comes twice.
+
+    A taker that fails does not cut the connection: whoever drains it reads on.
+    """
     body = bytes(range(256)) * 160_000
     engine = RawEngine([b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)])
     async with listening(engine), connected(settings_for(engine)) as post:
@@ -206,6 +209,8 @@ async def test_what_is_not_taken_is_not_read() -> None:
             left = engine.writers[0].transport.get_write_buffer_size()
             assert left > 1_000_000, "41 MB do not fit into the buffers in between"
             assert sum(map(len, taken)) < 1_000_000
+            with pytest.raises(ZeroDivisionError):
+                await leg.flow(lambda part: taken.append(part) is None and 1 / 0 > 1)
             assert not await leg.flow(lambda part: taken.append(part) is None)
     assert b"".join(taken) == body
 
