@@ -9,36 +9,23 @@ them decide whether the next prompt continues the last one.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from turncache.protocol import members_from_outside
 from turncache_server.router.errors import ApiError, invalid
+from turncache_server.router.members import (
+    DuplicateNameError,
+    Member,
+    scan_object,
+    skip,
+)
 
 #: Objects in which clients put what an engine reads beside the API's own members.
 XARGS: Final = "vllm_xargs"
+_compact: Final = json.JSONEncoder(separators=(",", ":")).encode
 _CARRIERS: Final = frozenset({XARGS, "extra_args", "extra_body"})
-
-_SPACE = re.compile(r"[ \t\n\r]*")
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One member of an object, with its place in the text.
-
-    Attributes:
-        start: index of the opening quote of the name.
-        value_start: index of the value's first character.
-        end: index after the value.
-    """
-
-    name: str
-    start: int
-    value_start: int
-    end: int
-    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +62,7 @@ class Body:
             ApiError: 400, when it is no JSON object, a name occurs twice in any object, or
                 it is nested too deep.
         """
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise invalid(
-                f"The body is not UTF-8: byte {error.start} cannot be decoded. Send JSON in UTF-8."
-            ) from error
-        try:
-            members, end = scan_object(text, _skip(text, 0))
-        except _DuplicateNameError as error:
-            raise invalid(
-                f"The body has the name {error.name!r} twice in one object: which of them "
-                "counts is undefined. Send it once.",
-                param=error.name,
-            ) from error
-        except RecursionError as error:
-            raise _too_deep(max_depth) from error
-        except ValueError as error:  # JSONDecodeError is one, as is a number of 5,000 digits
-            raise invalid(f"The body is not valid JSON: {error}.") from error
-        if _skip(text, end) != len(text):
-            raise invalid(f"The body goes on after its JSON object, at character {end}.")
+        members = _scanned(raw, max_depth)
         if _deeper_than(max_depth, [member.value for member in members]):
             raise _too_deep(max_depth)
         return cls(raw, {member.name: member for member in members})
@@ -145,9 +113,9 @@ class Body:
             ApiError: 400, when the client's is neither an object nor null.
         """
         member = self.members.get(XARGS)
-        put = {name: json.dumps(value) for name, value in ours.items()}
         if member is None or member.value is None:
-            return _object((), put)
+            return _compact(ours)
+        put = {name: json.dumps(value) for name, value in ours.items()}
         if not isinstance(member.value, dict):
             raise invalid(
                 f"{XARGS}: expected an object of scalars, got {type(member.value).__name__}.",
@@ -175,7 +143,7 @@ def drop_members(raw: bytes, names: Collection[str], *, within: Collection[str] 
     """
     try:
         text = raw.decode()
-        members, _ = scan_object(text, _skip(text, 0))
+        members, _ = scan_object(text, skip(text, 0))
     except (ValueError, RecursionError):
         return raw
     kept: list[tuple[str, str]] = []
@@ -192,73 +160,29 @@ def drop_members(raw: bytes, names: Collection[str], *, within: Collection[str] 
     return _object(kept, {}).encode() if changed else raw
 
 
-def scan_object(text: str, at: int) -> tuple[list[Member], int]:
-    """Read the object that starts at ``at``.
-
-    Returns:
-        Its members in order, and the index after it.
-
-    Raises:
-        ValueError: when there is no valid object, or a name occurs twice.
-        RecursionError: when it is nested deeper than the interpreter's stack.
-    """
-    if text[at : at + 1] != "{":
-        raise json.JSONDecodeError("Expecting a JSON object", text, at)
-    members: list[Member] = []
-    names: set[str] = set()
-    at = _skip(text, at + 1)
-    if text[at : at + 1] == "}":
-        return members, at + 1
-    while True:
-        start = at
-        if text[at : at + 1] != '"':
-            raise json.JSONDecodeError("Expecting a name in double quotes", text, at)
-        name, at = _decoder.raw_decode(text, at)
-        if name in names:
-            raise _DuplicateNameError(name)
-        names.add(name)
-        at = _skip(text, at)
-        if text[at : at + 1] != ":":
-            raise json.JSONDecodeError("Expecting ':'", text, at)
-        value_start = _skip(text, at + 1)
-        value, at = _decoder.raw_decode(text, value_start)
-        members.append(Member(name, start, value_start, at, value))
-        at = _skip(text, at)
-        mark = text[at : at + 1]
-        if mark == "}":
-            return members, at + 1
-        if mark != ",":
-            raise json.JSONDecodeError("Expecting ',' or '}'", text, at)
-        at = _skip(text, at + 1)
-
-
-class _DuplicateNameError(ValueError):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise _DuplicateNameError(name)
-            seen.add(name)
-    return out
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
-
-
-_decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
-
-
-def _skip(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return at if match is None else match.end()
+def _scanned(raw: bytes, max_depth: int) -> list[Member]:
+    """Read a body and say what is wrong with it; arguments as for :meth:`Body.parse`."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise invalid(
+            f"The body is not UTF-8: byte {error.start} cannot be decoded. Send JSON in UTF-8."
+        ) from error
+    try:
+        members, end = scan_object(text, skip(text, 0))
+    except DuplicateNameError as error:
+        raise invalid(
+            f"The body has the name {error.name!r} twice in one object: which of them "
+            "counts is undefined. Send it once.",
+            param=error.name,
+        ) from error
+    except RecursionError as error:
+        raise _too_deep(max_depth) from error
+    except ValueError as error:  # JSONDecodeError is one, as is a number of 5,000 digits
+        raise invalid(f"The body is not valid JSON: {error}.") from error
+    if skip(text, end) != len(text):
+        raise invalid(f"The body goes on after its JSON object, at character {end}.")
+    return members
 
 
 def _too_deep(max_depth: int) -> ApiError:
