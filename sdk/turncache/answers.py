@@ -55,24 +55,24 @@ class Ending(NamedTuple):
     failed: str | None = None
 
 
+#: The ending of a call that shows nothing of it.
+NOTHING: Final = Ending()
+
+
 def read_answer(answer: Any) -> Ending:
     """Read a chat completion, a response, or a completion; objects and mappings alike."""
-    prompt, cached = _usage(_get(answer, "usage"))
+    usage = _get(answer, "usage")
+    prompt, cached = (None, None) if usage is None else _usage(usage)
     answer_id = _get(answer, "id")
     choices = _get(answer, "choices")
+    failed = None
     if isinstance(choices, (list, tuple)):
         boundary, tools = _read_choices(choices)
-        failed = None
     else:
         boundary, tools, failed = _read_output(answer)
-    return Ending(
-        boundary=boundary,
-        tools=tools,
-        prompt=prompt,
-        cached=cached,
-        answer_id=answer_id if isinstance(answer_id, str) else None,
-        failed=failed,
-    )
+    if not isinstance(answer_id, str):
+        answer_id = None
+    return Ending(boundary, tools, prompt, cached, answer_id, failed)
 
 
 class ChunkReader:
@@ -120,7 +120,7 @@ class ChunkReader:
         """Return how the call ended, as far as the chunks say."""
         if self._response is not None:
             return read_answer(self._response)
-        prompt, cached = _usage(self._usage)
+        prompt, cached = (None, None) if self._usage is None else _usage(self._usage)
         tools = tuple(
             _short(ToolCall(call_id, name, "".join(text)))
             for call_id, name, *text in self._calls.values()
@@ -183,11 +183,15 @@ def _boundary(finish: Iterable[Any], tools: tuple[ToolCall, ...]) -> Boundary | 
 
 def _read_choices(choices: Sequence[Any]) -> tuple[Boundary | None, tuple[ToolCall, ...]]:
     found: list[ToolCall] = []
+    reasons = []
     for choice in choices:
+        reasons.append(_get(choice, "finish_reason"))
         for item in _get(_get(choice, "message"), "tool_calls") or ():
             inner = _get(item, "function") or _get(item, "custom")
             found.extend(_tool_call(_get(item, "id"), inner))
-    boundary = _boundary([_get(choice, "finish_reason") for choice in choices], tuple(found))
+    if not found:
+        return Boundary.USER if any(reasons) else None, ()
+    boundary = _boundary(reasons, tuple(found))
     return boundary, tuple(found) if boundary is Boundary.TOOL else ()
 
 
@@ -227,17 +231,15 @@ def _short(call: ToolCall) -> ToolCall:
 
 
 def _usage(usage: Any) -> tuple[int | None, int | None]:
-    if usage is None:
-        return None, None
     prompt = _get(usage, "prompt_tokens")
     if prompt is None:
         prompt = _get(usage, "input_tokens")
         details = _get(usage, "input_tokens_details")
     else:
         details = _get(usage, "prompt_tokens_details")
-    cached = _get(details, "cached_tokens")
+    cached = None if details is None else _get(details, "cached_tokens")
     return _count(prompt), _count(cached)
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int else None
