@@ -61,10 +61,11 @@ NOTHING: Final = Ending()
 
 def read_answer(answer: Any) -> Ending:
     """Read a chat completion, a response, or a completion; objects and mappings alike."""
-    usage = _get(answer, "usage")
+    # Both take (value, name, default): one question per object instead of one per member.
+    of = dict.get if isinstance(answer, dict) else getattr
+    usage, answer_id = of(answer, "usage", None), of(answer, "id", None)
     prompt, cached = (None, None) if usage is None else _usage(usage)
-    answer_id = _get(answer, "id")
-    choices = _get(answer, "choices")
+    choices = of(answer, "choices", None)
     failed = None
     if isinstance(choices, (list, tuple)):
         boundary, tools = _read_choices(choices)
@@ -185,8 +186,9 @@ def _read_choices(choices: Sequence[Any]) -> tuple[Boundary | None, tuple[ToolCa
     found: list[ToolCall] = []
     reasons = []
     for choice in choices:
-        reasons.append(_get(choice, "finish_reason"))
-        for item in _get(_get(choice, "message"), "tool_calls") or ():
+        of = dict.get if isinstance(choice, dict) else getattr
+        reasons.append(of(choice, "finish_reason", None))
+        for item in _get(of(choice, "message", None), "tool_calls") or ():
             inner = _get(item, "function") or _get(item, "custom")
             found.extend(_tool_call(_get(item, "id"), inner))
     if not found:
@@ -231,12 +233,12 @@ def _short(call: ToolCall) -> ToolCall:
 
 
 def _usage(usage: Any) -> tuple[int | None, int | None]:
-    prompt = _get(usage, "prompt_tokens")
+    of = dict.get if isinstance(usage, dict) else getattr
+    prompt = of(usage, "prompt_tokens", None)
     if prompt is None:
-        prompt = _get(usage, "input_tokens")
-        details = _get(usage, "input_tokens_details")
+        prompt, details = of(usage, "input_tokens", None), of(usage, "input_tokens_details", None)
     else:
-        details = _get(usage, "prompt_tokens_details")
+        details = of(usage, "prompt_tokens_details", None)
     cached = None if details is None else _get(details, "cached_tokens")
     return _count(prompt), _count(cached)
 

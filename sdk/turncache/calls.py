@@ -38,6 +38,7 @@ _OPENING: Final = re.compile("(?<![^m])[^mt]*u[^mt]*(?![^m])")
 _RESULTS: Final = re.compile("t[^m]*")
 _END: Final[Callable[[re.Match[str]], int]] = methodcaller("end")
 _LEAVES: Final = frozenset({str, type(None), bool, int, float})
+_TEXT: Final = frozenset({str})
 _MODEL_ITEMS: Final = frozenset({"reasoning", "mcp_approval_request", "mcp_list_tools"})
 _TOOL_ITEMS: Final = frozenset({"mcp_approval_response"})
 
@@ -302,40 +303,47 @@ def _scan(messages: Sequence[Any]) -> tuple[str, bytes, list[Any], int]:
     kinds: list[str] = []
     prints: list[int] = []
     copies: list[Any] = []
-    num_chars = 0
+    num_chars, is_plain = 0, True
     for message in messages:
-        copied: Any = None
+        found: tuple[int, Any, int] | None = None
         if type(message) is dict and type(role := message.get("role")) is str:
             kinds.append(_ROLES.get(role, OTHER))
-            content, num_members = message.get("content"), len(message)
+            content = message.get("content")
             # A string keeps its hash: the common shapes cost no pass over the text.
-            if type(content) is str and num_members == 2:
-                prints.append(hash((role, content)))
-                copied, num_new = message.copy(), len(content)
+            if type(content) is str and len(message) == 2:
+                found = hash((role, content)), message.copy(), len(content)
+            elif "tool_calls" in message:
+                found = _calls_in(message, role, content)
             elif (
                 type(content) is str
-                and num_members == 3
+                and len(message) == 3
                 and type(call_id := message.get("tool_call_id")) is str
             ):
-                prints.append(hash((role, content, call_id)))
-                copied, num_new = message.copy(), len(content)
-            elif "tool_calls" in message and (found := _calls_in(message, role, content)):
-                fingerprint, copied, num_new = found
-                prints.append(fingerprint)
-            else:
-                prints.append(_fingerprint(message))
+                found = hash((role, content, call_id)), message.copy(), len(content)
         else:
             kinds.append(_kind_of_item(message))
-            prints.append(_fingerprint(message))
-        if len(copies) == len(prints) - 1:
-            if copied is None:
-                try:
-                    copied, num_new = _copied(message), _num_chars(message)
-                except TypeError:
-                    continue
+        if found is None:
+            found = _any_message(message, is_plain)
+        fingerprint, copied, num_new = found
+        prints.append(fingerprint)
+        if is_plain and (is_plain := copied is not None):
             copies.append(copied)
             num_chars += num_new
     return "".join(kinds), _pack(prints), copies, num_chars
+
+
+def _any_message(message: Any, is_plain: bool) -> tuple[int, Any, int]:
+    """Return fingerprint, copy and size of a message of any shape.
+
+    The copy is None unless it is wanted and the message is plain JSON data.
+    """
+    fingerprint = _fingerprint(message)
+    if not is_plain:
+        return fingerprint, None, 0
+    try:
+        return fingerprint, _copied(message), _num_chars(message)
+    except TypeError:
+        return fingerprint, None, 0
 
 
 def _mark(message: Any) -> str | None:
@@ -343,11 +351,13 @@ def _mark(message: Any) -> str | None:
     if type(message) is not dict:
         return None
     content = message.get("content")
-    if content is None:
-        calls = message.get("tool_calls")
-        if isinstance(calls, list) and calls and isinstance(calls[0], dict):
-            content = calls[0].get("id")
-    return content if type(content) is str else None
+    if type(content) is str:
+        return content
+    calls = message.get("tool_calls") if content is None else None
+    if type(calls) is list and calls and type(calls[0]) is dict:
+        call_id = calls[0].get("id")
+        return call_id if type(call_id) is str else None
+    return None
 
 
 def _kind_of_item(message: Any) -> str:
@@ -388,30 +398,24 @@ def _calls_in(
     None in any other shape.
     """
     calls = message["tool_calls"]
-    if type(calls) is not list or len(message) != 2 + ("content" in message):
-        return None
-    if content is None:
-        num_chars = 0
-    elif type(content) is str:
-        num_chars = len(content)
-    else:
+    if (
+        type(calls) is not list
+        or len(message) != 2 + ("content" in message)
+        or not (content is None or type(content) is str)
+    ):
         return None
     parts, copies = [role, content, len(message)], []
+    num_chars = 0 if content is None else len(content)
     try:
         for call in calls:
             function = call["function"]
-            name, arguments = function["name"], function["arguments"]
-            call_id, kind = call["id"], call["type"]
-            if (
-                not type(name) is type(arguments) is type(call_id) is type(kind) is str
-                or len(call) != 3
-                or len(function) != 2
-            ):
+            texts = call["id"], call["type"], function["name"], function["arguments"]
+            if len(call) != 3 or len(function) != 2 or not _TEXT.issuperset(map(type, texts)):
                 return None
-            parts += (call_id, kind, name, arguments)
-            copies.append({**call, "function": {**function}})
-            num_chars += len(arguments)
-    except (KeyError, TypeError):
+            parts += texts
+            copies.append({**call, "function": function.copy()})
+            num_chars += len(texts[3])
+    except (AttributeError, KeyError, TypeError):
         return None
     return hash(tuple(parts)), {**message, "tool_calls": copies}, num_chars
 

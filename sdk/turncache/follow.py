@@ -110,7 +110,7 @@ class Follower(Generic[T]):
                 line = self._lines[key]
                 if line.model != reading.model:
                     elsewhere = line.owner if elsewhere is None else elsewhere
-                elif self._same_agent(line, reading, length):
+                elif line.system == reading.system or _has_answer(reading, length):
                     if len(history) == length * FINGERPRINT_BYTES:
                         return key, cause
                     if _goes_on(line.tip, history):
@@ -120,12 +120,6 @@ class Follower(Generic[T]):
             if not length:
                 break
         return self._open(reading, elsewhere), None
-
-    @staticmethod
-    def _same_agent(line: _Line[T], reading: Reading, length: int) -> bool:
-        if line.system == reading.system:
-            return True
-        return reading.kinds.find(MODEL, reading.start, reading.start + length) >= 0
 
     def _place_by_answer(self, reading: Reading, answer_id: str) -> Placement[T]:
         key = self._answers.get(answer_id)
@@ -165,6 +159,11 @@ class Follower(Generic[T]):
                 self._points[point] = left
             else:
                 self._points.pop(point, None)
+
+
+def _has_answer(reading: Reading, length: int) -> bool:
+    """Whether an answer of the model is among the first ``length`` messages of the history."""
+    return reading.kinds.find(MODEL, reading.start, reading.start + length) >= 0
 
 
 def _goes_on(tip: bytes, history: bytes) -> bool:

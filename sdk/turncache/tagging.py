@@ -103,7 +103,7 @@ def _begin(
     with LOCK.held:
         entry = _enter(family, choice, body, explicit, follow=choice.follow and why is None)
     call, owner, headers, line, found = entry
-    if owner is not None:
+    if found and owner is not None:
         for finding in found:
             ADVISER.say(owner.id, finding)
     attempt = Attempt(
