@@ -124,6 +124,16 @@ def test_an_unknown_host_that_never_answered_is_told_nothing() -> None:
     assert [ours(request) for request in own.requests] == [set()] * 3
 
 
+def test_another_base_url_is_another_server() -> None:
+    """A client whose base_url is set anew tells the new server what that one may hear."""
+    own = Recorder()
+    with own.client(turncache.OpenAI, base_url=LOCAL) as client, turncache.session("t"):
+        for url in (LOCAL, "https://api.openai.com/v1", LOCAL):
+            client.base_url = url
+            ask(client)
+    assert ["x-session-id" in ours(request) for request in own.requests] == [True, False, True]
+
+
 def test_a_stream_teaches_too() -> None:
     """The header of a streamed answer counts as an answer."""
     answer = HTTPX.Response(200, text="data: [DONE]\n\n", headers={"Turncache": "v=1"})
