@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import turncache
 import turncache.testing
+from tests.sdk.support import printed_by
 
 
 def test_all_is_sorted_and_complete() -> None:
@@ -60,15 +59,7 @@ def test_importing_the_package_is_cheap() -> None:
         "import sys, turncache, turncache.protocol, turncache.errors\n"
         "print(sorted({'openai', 'httpx', 'httpx2', 'pydantic'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=50,
-    )
-    assert done.stdout == "[]\n"
+    assert printed_by(code) == "[]\n"
 
 
 def test_the_door_to_langgraph_says_what_is_missing() -> None:
@@ -79,15 +70,7 @@ def test_the_door_to_langgraph_says_what_is_missing() -> None:
         "try: turncache.langgraph\n"
         "except ModuleNotFoundError as error: print(error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=50,
-    )
-    assert done.stdout == (
+    assert printed_by(code) == (
         "langchain_core is not installed, and turncache.langgraph needs it: "
         "pip install 'turncache[langgraph]'\n"
     )

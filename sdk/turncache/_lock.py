@@ -13,25 +13,22 @@ from typing import Final
 
 
 class _Lock:
-    """A re-entrant lock, made anew in a forked child.
+    """Holds a re-entrant lock, made anew in a forked child: ``with LOCK.held: ...``.
 
     A fork may happen while another thread holds it. It is re-entrant because a stream
     that is collected as garbage ends its call wherever the collector happens to run.
+
+    Attributes:
+        held: the lock of this process.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._renew()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._renew)
 
     def _renew(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self.held = threading.RLock()
 
 
 LOCK: Final = _Lock()

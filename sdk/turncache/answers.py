@@ -55,24 +55,25 @@ class Ending(NamedTuple):
     failed: str | None = None
 
 
+#: The ending of a call that shows nothing of it.
+NOTHING: Final = Ending()
+
+
 def read_answer(answer: Any) -> Ending:
     """Read a chat completion, a response, or a completion; objects and mappings alike."""
-    prompt, cached = _usage(_get(answer, "usage"))
-    answer_id = _get(answer, "id")
-    choices = _get(answer, "choices")
+    # Both take (value, name, default): one question per object instead of one per member.
+    of = dict.get if isinstance(answer, dict) else getattr
+    usage, answer_id = of(answer, "usage", None), of(answer, "id", None)
+    prompt, cached = (None, None) if usage is None else _usage(usage)
+    choices = of(answer, "choices", None)
+    failed = None
     if isinstance(choices, (list, tuple)):
         boundary, tools = _read_choices(choices)
-        failed = None
     else:
         boundary, tools, failed = _read_output(answer)
-    return Ending(
-        boundary=boundary,
-        tools=tools,
-        prompt=prompt,
-        cached=cached,
-        answer_id=answer_id if isinstance(answer_id, str) else None,
-        failed=failed,
-    )
+    if not isinstance(answer_id, str):
+        answer_id = None
+    return Ending(boundary, tools, prompt, cached, answer_id, failed)
 
 
 class ChunkReader:
@@ -120,7 +121,7 @@ class ChunkReader:
         """Return how the call ended, as far as the chunks say."""
         if self._response is not None:
             return read_answer(self._response)
-        prompt, cached = _usage(self._usage)
+        prompt, cached = (None, None) if self._usage is None else _usage(self._usage)
         tools = tuple(
             _short(ToolCall(call_id, name, "".join(text)))
             for call_id, name, *text in self._calls.values()
@@ -183,11 +184,16 @@ def _boundary(finish: Iterable[Any], tools: tuple[ToolCall, ...]) -> Boundary | 
 
 def _read_choices(choices: Sequence[Any]) -> tuple[Boundary | None, tuple[ToolCall, ...]]:
     found: list[ToolCall] = []
+    reasons = []
     for choice in choices:
-        for item in _get(_get(choice, "message"), "tool_calls") or ():
+        of = dict.get if isinstance(choice, dict) else getattr
+        reasons.append(of(choice, "finish_reason", None))
+        for item in _get(of(choice, "message", None), "tool_calls") or ():
             inner = _get(item, "function") or _get(item, "custom")
             found.extend(_tool_call(_get(item, "id"), inner))
-    boundary = _boundary([_get(choice, "finish_reason") for choice in choices], tuple(found))
+    if not found:
+        return Boundary.USER if any(reasons) else None, ()
+    boundary = _boundary(reasons, tuple(found))
     return boundary, tuple(found) if boundary is Boundary.TOOL else ()
 
 
@@ -227,17 +233,15 @@ def _short(call: ToolCall) -> ToolCall:
 
 
 def _usage(usage: Any) -> tuple[int | None, int | None]:
-    if usage is None:
-        return None, None
-    prompt = _get(usage, "prompt_tokens")
+    of = dict.get if isinstance(usage, dict) else getattr
+    prompt = of(usage, "prompt_tokens", None)
     if prompt is None:
-        prompt = _get(usage, "input_tokens")
-        details = _get(usage, "input_tokens_details")
+        prompt, details = of(usage, "input_tokens", None), of(usage, "input_tokens_details", None)
     else:
-        details = _get(usage, "prompt_tokens_details")
-    cached = _get(details, "cached_tokens")
+        details = of(usage, "prompt_tokens_details", None)
+    cached = None if details is None else _get(details, "cached_tokens")
     return _count(prompt), _count(cached)
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int else None

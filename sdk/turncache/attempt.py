@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 from turncache import hosts, spans, untagged
 from turncache._lock import LOCK
-from turncache.answers import ChunkReader, Ending, read_answer
+from turncache.answers import NOTHING, ChunkReader, Ending, read_answer
 from turncache.follow import Follower
 from turncache.protocol import CALL_HEADER, OUTCOME_HEADER, Boundary
 from turncache.records import Call
@@ -21,15 +21,7 @@ from turncache.report import RESULTS
 from turncache.results import WeakTable
 from turncache.sessions import Session
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 LOG: Final = logging.getLogger("turncache")
-
-_CALL_BYTES: Final = CALL_HEADER.lower().encode()
-_OUTCOME_BYTES: Final = OUTCOME_HEADER.lower().encode()
-_CALL_LENGTH: Final = len(_CALL_BYTES)
-_OUTCOME_LENGTH: Final = len(_OUTCOME_BYTES)
 
 ABANDONED: Final = "abandoned"
 INCOMPLETE: Final = "incomplete"
@@ -43,7 +35,7 @@ class Attempt:
         session: session that it belongs to, or None.
         options: what upstream's ``request()`` gets instead of the caller's options; let
             go of when the answer has come, because they lead back here.
-        asks_raw: whether the answer comes back raw because we asked for it.
+        asks_raw: whether the answer is to come back unparsed, for us to parse.
         span: tracing span around the call, or None.
     """
 
@@ -51,6 +43,7 @@ class Attempt:
         "_clock",
         "_host",
         "_line",
+        "_may_teach",
         "_reader",
         "_server_keeps",
         "asks_raw",
@@ -69,6 +62,7 @@ class Attempt:
         clock: Callable[[], float],
         line: tuple[Follower[Session], int] | None = None,
         server_keeps: bool = False,
+        may_teach: bool = True,
     ) -> None:
         """Start a call that is about to be sent to ``host``.
 
@@ -79,6 +73,8 @@ class Attempt:
             clock: monotonic seconds.
             line: the follower and line that placed an automatic session.
             server_keeps: whether a later request may continue the answer by its id.
+            may_teach: whether the answer may show that its server listens, which it is not
+                known to do.
         """
         self.call = call
         self.session = session
@@ -89,24 +85,46 @@ class Attempt:
         self._clock = clock
         self._line = line
         self._server_keeps = server_keeps
+        self._may_teach = may_teach
         self._reader: ChunkReader | None = None
 
     def answered(self, answer: Any, *, stream: bool) -> None:
-        """Take what upstream returned: a raw response, a stream, or something else."""
+        """Take what upstream returned to a caller who asked for it: a stream, a raw response."""
         response = getattr(answer, "http_response", None) or getattr(answer, "response", answer)
-        quietly("read", self._read_headers, getattr(response, "headers", None))
+        self._read_headers(response)
         self.options = None
-        if not self.asks_raw:
-            self.keep(answer)
+        self.keep(answer)
         if stream:
             STREAMS.put(response, self)
         elif self.call.ended_s is None:
             self.call.ended_s = self._clock()
 
+    def answered_raw(self, answer: Any) -> Callable[[], Any] | None:
+        """Take the answer that we asked for; return how to parse it.
+
+        None when another library that wraps ``request()`` has parsed it already.
+        """
+        self.options = None
+        self._read_headers(getattr(answer, "http_response", None))
+        self.call.ended_s = self._clock()
+        return getattr(answer, "parse", None)
+
+    def result(self, result: Any) -> Any:
+        """Take what the caller gets, and return it."""
+        self.parsed(result)
+        self.keep(result)
+        return result
+
     def parsed(self, result: Any) -> None:
         """Take the parsed answer, which the caller may have asked for later."""
-        if self.call.boundary is None:
-            self._end(quietly("read", read_answer, result))
+        if self.call.boundary is not None:
+            return
+        try:
+            ending = read_answer(result)
+        except Exception as error:  # noqa: BLE001 - an answer holds whatever its server sends
+            complain("read", error)
+            ending = NOTHING
+        self._end(ending)
 
     def keep(self, result: Any) -> None:
         """Take what the caller gets: it leads to this call from then on."""
@@ -115,8 +133,7 @@ class Attempt:
     def failed(self, error: BaseException) -> None:
         """Take the error that ended the call."""
         self.options = None
-        response = getattr(error, "response", None)
-        quietly("read", self._read_headers, getattr(response, "headers", None))
+        self._read_headers(getattr(error, "response", None))
         self.call.fail(self._clock(), type(error).__name__)
 
     def chunk(self, chunk: Any) -> None:
@@ -133,7 +150,13 @@ class Attempt:
 
     def stream_ended(self) -> None:
         """Take that the stream was read to its end."""
-        self._end(None if self._reader is None else quietly("read", self._reader.ending))
+        ending = NOTHING
+        if self._reader is not None:
+            try:
+                ending = self._reader.ending()
+            except Exception as error:  # noqa: BLE001 - a stream holds whatever its server sends
+                complain("read", error)
+        self._end(ending)
         if self.call.boundary is None and self.call.error is None:
             self.call.error = INCOMPLETE
 
@@ -142,15 +165,20 @@ class Attempt:
         if self.call.ended_s is None:
             self.call.fail(self._clock(), ABANDONED)
 
-    def _end(self, ending: Ending | None) -> None:
+    def _end(self, ending: Ending) -> None:
         call, session = self.call, self.session
-        call.end(self._clock(), ending or Ending())
+        call.end(self._clock() if call.ended_s is None else call.ended_s, ending)
         if self.span is not None:
-            quietly("trace", spans.tell_end, self.span, call)
-        if ending is None or session is None or call.ended_s is None:
+            try:
+                spans.tell_end(self.span, call)
+            except Exception as error:  # noqa: BLE001 - whatever a tracer does
+                complain("trace", error)
+        # Nearly every call that ends a turn has nothing to leave behind.
+        begins_wait = ending.boundary is Boundary.TOOL
+        if session is None or call.ended_s is None or not (begins_wait or self._server_keeps):
             return
-        with LOCK:
-            if ending.boundary is Boundary.TOOL:
+        with LOCK.held:
+            if begins_wait:
                 session.ledger.wait_for(ending.tools, call.ended_s)
             if ending.answer_id is None or not self._server_keeps:
                 return
@@ -160,58 +188,42 @@ class Attempt:
                 follower, key = self._line
                 follower.answered(key, ending.answer_id)
 
-    def _read_headers(self, headers: Any) -> None:
-        known, outcome = _ours(headers)
-        if not known:
+    def _read_headers(self, response: Any) -> None:
+        headers = getattr(response, "headers", None)
+        if headers is None:
             return
-        hosts.has_answered(*self._host)
-        self.call.outcome_text = outcome
-        if self.span is not None:
-            spans.tell_outcome(self.span, self.call)
-
-
-def _ours(headers: Any) -> tuple[bool, str | None]:
-    """Return whether answer headers have ``Turncache``, and ``Turncache-Outcome`` if they do.
-
-    A look-up in upstream's headers decodes all of them each time: one pass over the raw
-    ones costs a fifth.
-    """
-    raw = getattr(headers, "raw", None)
-    if raw is None:
-        found = headers is not None and headers.get(CALL_HEADER) is not None
-        return found, headers.get(OUTCOME_HEADER) if found else None
-    found, outcome = False, None
-    for name, value in raw:
-        length = len(name)
-        if length == _CALL_LENGTH and name.lower() == _CALL_BYTES:
-            found = True
-        elif length == _OUTCOME_LENGTH and name.lower() == _OUTCOME_BYTES:
-            outcome = value.decode("latin-1")
-    return found, outcome
+        try:
+            # A look-up passes over all headers: most answers are asked for one name.
+            outcome = headers.get(OUTCOME_HEADER)
+            if outcome is None and not (self._may_teach and CALL_HEADER in headers):
+                return
+            if self._may_teach:
+                hosts.has_answered(*self._host)
+            self.call.outcome_text = outcome
+            if self.span is not None:
+                spans.tell_outcome(self.span, self.call)
+        except Exception as error:  # noqa: BLE001 - headers hold whatever a server sends
+            complain("read", error)
 
 
 #: Attempts whose stream is not at its end, by the stream's HTTP response.
 STREAMS: Final[WeakTable[Attempt]] = WeakTable()
 
 
-def quietly(what: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-    """Return what ``function`` returns, or None when a value it reads is not as expected.
+def complain(what: str, error: Exception) -> None:
+    """Take that bookkeeping failed to ``what`` a call: the caller's answer goes on.
 
     Requests and answers hold whatever callers and servers put there. Reading them is a
     side line: it must not take a good answer away from the caller. The first time that
     something goes wrong is a warning, because from then on KV may be lost.
     """
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - see the docstring
-        # The error's text may quote a message: its type has to do.
-        problem = (what, type(error).__name__)
-        level = logging.DEBUG if problem in _problems else logging.WARNING
-        _problems.add(problem)
-        if what == "prepare":
-            untagged.count(untagged.Untagged.UNREADABLE)
-        LOG.log(level, "could not %s a call (%s): it goes on as the stock client's", *problem)
-        return None
+    # The error's text may quote a message: its type has to do.
+    problem = (what, type(error).__name__)
+    level = logging.DEBUG if problem in _problems else logging.WARNING
+    _problems.add(problem)
+    if what == "prepare":
+        untagged.count(untagged.Untagged.UNREADABLE)
+    LOG.log(level, "could not %s a call (%s): it goes on as the stock client's", *problem)
 
 
 def forget_problems() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from turncache.attempt import Attempt
 from turncache.family import binding_of
 from turncache.streams import watched
 from turncache.tagging import begin
+from turncache.wire import araw_of, raw_of
 
 
 def call(
@@ -29,11 +28,14 @@ def call(
     if attempt is None:
         return upstream(cast_to, options, stream=stream, stream_cls=stream_cls)
     try:
-        answer = upstream(
-            cast_to, attempt.options, stream=stream, stream_cls=_watched(stream, stream_cls)
-        )
-        parse = _taken(attempt, answer, stream)
-        return answer if parse is None else parse()
+        if not attempt.asks_raw:
+            kind = watched(stream_cls) if stream and stream_cls is not None else stream_cls
+            answer = upstream(cast_to, attempt.options, stream=stream, stream_cls=kind)
+            attempt.answered(answer, stream=stream)
+            return answer
+        answer = upstream(raw_of(cast_to), attempt.options, stream=False, stream_cls=stream_cls)
+        parse = attempt.answered_raw(answer)
+        return attempt.result(answer if parse is None else parse())
     except BaseException as error:
         attempt.failed(error)
         raise
@@ -55,26 +57,16 @@ async def acall(
         return await upstream(cast_to, options, stream=stream, stream_cls=stream_cls)
     binding.speaker.use_running_loop()
     try:
-        answer = await upstream(
-            cast_to, attempt.options, stream=stream, stream_cls=_watched(stream, stream_cls)
-        )
-        parse = _taken(attempt, answer, stream)
-        if parse is None:
+        if not attempt.asks_raw:
+            kind = watched(stream_cls) if stream and stream_cls is not None else stream_cls
+            answer = await upstream(cast_to, attempt.options, stream=stream, stream_cls=kind)
+            attempt.answered(answer, stream=stream)
             return answer
-        parsed = parse()
-        # Upstream has announced that parse() of async raw responses becomes a coroutine.
-        return await parsed if inspect.isawaitable(parsed) else parsed
+        answer = await upstream(
+            araw_of(cast_to), attempt.options, stream=False, stream_cls=stream_cls
+        )
+        parse = attempt.answered_raw(answer)
+        return attempt.result(answer if parse is None else await parse())
     except BaseException as error:
         attempt.failed(error)
         raise
-
-
-def _watched(stream: bool, stream_cls: Any) -> Any:
-    return watched(stream_cls) if stream and stream_cls is not None else stream_cls
-
-
-def _taken(attempt: Attempt, answer: Any, stream: bool) -> Callable[[], Any] | None:
-    """Take upstream's answer; return how to parse it when it is raw because we asked."""
-    attempt.answered(answer, stream=stream)
-    # Another library that wraps request() may have parsed it already.
-    return getattr(answer, "parse", None) if attempt.asks_raw else None

@@ -13,6 +13,7 @@ import dataclasses
 import os
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +21,7 @@ from typing import Any, Final
 from turncache._lock import LOCK
 from turncache.calls import Memo
 from turncache.follow import Follower
+from turncache.hosts import Server
 from turncache.results import WeakTable
 from turncache.sessions import Session
 from turncache.settings import Profile, Settings, from_environment
@@ -43,17 +45,26 @@ class Family:
         """Start without conversations."""
         self.settings = settings
         self.clock = clock
-        self._start()
+        self.start()
+        _families.add(self)
 
-    def check_process(self) -> None:
-        """Start anew in a forked child: two processes must not share automatic sessions."""
-        if self._pid != os.getpid():
-            self._start()
-
-    def _start(self) -> None:
-        self._pid = os.getpid()
+    def start(self) -> None:
+        """Follow no conversation."""
         self.memo = Memo()
         self.follower: Follower[Session] = Follower(_automatic)
+
+
+_families: Final[weakref.WeakSet[Family]] = weakref.WeakSet()
+
+
+def _start_anew() -> None:
+    """Start anew in a forked child: two processes must not share automatic sessions."""
+    for family in list(_families):
+        family.start()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +76,7 @@ class Binding:
         session: session of every call, or None.
         profile: instead of the environment's, or None.
         hosts: hosts that the user named, those of the environment included.
+        server: the server of the client's calls, and whether it is told anything.
         speaker: the client, for what is said between two calls.
         defaults: headers of every call that the caller gave to the constructor, names in
             lower case; only those that matter to us.
@@ -73,6 +85,7 @@ class Binding:
     """
 
     family: Family
+    server: Server
     speaker: Speaker
     session: Session | None = None
     profile: Profile | None = None
@@ -96,9 +109,10 @@ def binding_of(client: Any) -> Binding:
     found = _bindings.get(client)
     if found is None:
         settings = from_environment()
-        with LOCK:
+        with LOCK.held:
             found = _bindings.get(client) or Binding(
                 family=Family(settings),
+                server=Server(settings.hosts),
                 speaker=Speaker(client),
                 hosts=settings.hosts,
                 defaults=_defaults(client),
@@ -110,7 +124,11 @@ def binding_of(client: Any) -> Binding:
 def bind(client: Any, binding: Binding, **changes: Any) -> None:
     """Give a copy of a client the binding of its original, with ``changes``."""
     own = dataclasses.replace(
-        binding, speaker=Speaker(client), defaults=_defaults(client), **changes
+        binding,
+        server=Server(changes.get("hosts", binding.hosts)),
+        speaker=Speaker(client),
+        defaults=_defaults(client),
+        **changes,
     )
     _bindings.put(client, own)
 

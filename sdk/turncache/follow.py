@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from turncache.calls import FINGERPRINT_BYTES, MODEL, Reading
@@ -103,26 +102,24 @@ class Follower(Generic[T]):
             self._answers.popitem(last=False)
 
     def _find(self, reading: Reading) -> tuple[int, Cause | None]:
-        history = reading.history
+        history, points = reading.history, self._points
         elsewhere: T | None = None
-        for length in islice(reading.points(), _MAX_POINTS_TRIED):
-            end = length * FINGERPRINT_BYTES
-            for key, cause in self._points.get(hash(history[:end]), ()):
+        length = len(history) // FINGERPRINT_BYTES
+        for _ in range(_MAX_POINTS_TRIED):
+            for key, cause in points.get(hash(history[: length * FINGERPRINT_BYTES]), ()):
                 line = self._lines[key]
                 if line.model != reading.model:
                     elsewhere = line.owner if elsewhere is None else elsewhere
-                elif self._same_agent(line, reading, length):
-                    if len(history) == end:
+                elif line.system == reading.system or _has_answer(reading, length):
+                    if len(history) == length * FINGERPRINT_BYTES:
                         return key, cause
                     if _goes_on(line.tip, history):
                         return key, None
                     return self._open(reading, line.owner), Cause.FORK
+            length = reading.point_before(length)
+            if not length:
+                break
         return self._open(reading, elsewhere), None
-
-    @staticmethod
-    def _same_agent(line: _Line[T], reading: Reading, length: int) -> bool:
-        known = reading.kinds[reading.start : reading.start + length]
-        return line.system == reading.system or MODEL in known
 
     def _place_by_answer(self, reading: Reading, answer_id: str) -> Placement[T]:
         key = self._answers.get(answer_id)
@@ -141,12 +138,16 @@ class Follower(Generic[T]):
         return key
 
     def _remember(self, key: int, line: _Line[T], point: int, cause: Cause | None) -> None:
-        known = self._points.setdefault(point, [])
-        if any(other == key for other, _ in known):
-            return
-        known.append((key, cause))
-        if len(known) > MAX_LINES_PER_POINT:
-            known.pop(0)
+        known = self._points.get(point)
+        if known is None:
+            self._points[point] = [(key, cause)]
+        else:
+            for other, _ in known:
+                if other == key:
+                    return
+            known.append((key, cause))
+            if len(known) > MAX_LINES_PER_POINT:
+                known.pop(0)
         line.points.append(point)
         if len(line.points) > MAX_POINTS_PER_LINE:
             self._forget(key, [line.points.pop(0)])
@@ -158,6 +159,11 @@ class Follower(Generic[T]):
                 self._points[point] = left
             else:
                 self._points.pop(point, None)
+
+
+def _has_answer(reading: Reading, length: int) -> bool:
+    """Whether an answer of the model is among the first ``length`` messages of the history."""
+    return reading.kinds.find(MODEL, reading.start, reading.start + length) >= 0
 
 
 def _goes_on(tip: bytes, history: bytes) -> bool:

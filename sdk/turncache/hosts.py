@@ -13,7 +13,7 @@ import functools
 import ipaddress
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 #: Domains of hosted providers: nothing is sent there unless the user names the host.
 PROVIDERS: Final = (
@@ -86,20 +86,43 @@ def audience(host: str, port: int | None, named: Sequence[str] = ()) -> Audience
     Hosts that the user named come first, then providers, private addresses, and hosts
     that have answered with a ``Turncache`` header.
     """
-    host = host.lower().rstrip(".")
-    if not host:
-        return Audience.NEVER
-    if named and any(_matches(pattern, host, port) for pattern in named):
+    settled = _settled(host, port, named)
+    if settled is Audience.UNKNOWN and _answers(host, port):
         return Audience.TOLD
-    kind = _kind(host)
-    if kind is not Audience.UNKNOWN or (host, port) not in _answered:
-        return kind
-    return Audience.TOLD
+    return settled
+
+
+class Server:
+    """The server of one client: what is found out about it holds until its URL changes.
+
+    Args:
+        named: hosts that the user named.
+    """
+
+    __slots__ = ("_found", "_named")
+
+    def __init__(self, named: Sequence[str]) -> None:
+        """Know nothing yet."""
+        self._named = named
+        # One tuple, replaced whole: another thread may have another URL in hand.
+        self._found: tuple[Any, tuple[str, int | None], Audience] | None = None
+
+    def at(self, url: Any) -> tuple[tuple[str, int | None], Audience]:
+        """Return (name, port) of the server at upstream's ``url``, and what it gets."""
+        found = self._found
+        # Upstream's URL objects do not change: the same one leads to the same server.
+        if found is None or found[0] is not url:
+            host = (url.host, url.port)
+            found = self._found = (url, host, _settled(*host, self._named))
+        _, host, told = found
+        if told is Audience.UNKNOWN and _answers(*host):
+            told = Audience.TOLD
+        return host, told
 
 
 def has_answered(host: str, port: int | None) -> None:
     """Remember that a server answered with a ``Turncache`` header."""
-    key = (host.lower().rstrip("."), port)
+    key = _key(host, port)
     if key not in _answered:
         while len(_answered) >= MAX_ANSWERED:
             _answered.pop(next(iter(_answered)), None)
@@ -123,6 +146,24 @@ def check_pattern(pattern: str) -> str:
             "llm.example.com, *.example.com, 10.0.0.7:8000 or [fd00::7]:8000"
         )
     return pattern
+
+
+def _key(host: str, port: int | None) -> tuple[str, int | None]:
+    return host.lower().rstrip("."), port
+
+
+def _answers(host: str, port: int | None) -> bool:
+    return _key(host, port) in _answered
+
+
+def _settled(host: str, port: int | None, named: Sequence[str]) -> Audience:
+    """Decide without what servers have answered: that part may change with every call."""
+    host, port = _key(host, port)
+    if not host:
+        return Audience.NEVER
+    if named and any(_matches(pattern, host, port) for pattern in named):
+        return Audience.TOLD
+    return _kind(host)
 
 
 @functools.lru_cache(maxsize=1024)

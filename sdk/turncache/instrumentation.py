@@ -24,7 +24,7 @@ def instrument() -> None:
 
     Calls of our own clients stay as they are. Doing it twice is doing it once.
     """
-    with LOCK:
+    with LOCK.held:
         for upstream, made in ((openai.OpenAI, _sync), (openai.AsyncOpenAI, _async)):
             if upstream not in _patched:
                 request = made(upstream.request)
@@ -38,7 +38,7 @@ def uninstrument() -> None:
     A class that another library has patched since is left alone: putting back what was
     there before would undo the other's work too. Our part of it then passes calls on.
     """
-    with LOCK:
+    with LOCK.held:
         for upstream, (request, before) in list(_patched.items()):
             del _patched[upstream]
             if vars(upstream).get("request") is not request:

@@ -131,7 +131,7 @@ class Session:
 
         As far as they are among the latest 4096 sessions.
         """
-        with LOCK:
+        with LOCK.held:
             return tuple(other for other in _recent.values() if other.parent_id == self.id)
 
     def to_json(self) -> str:
@@ -332,12 +332,12 @@ class Session:
 
     def _enter(self, frame: FrameType | None) -> None:
         scope = scopes.enter(self, frame and frame.f_back)
-        with LOCK:
+        with LOCK.held:
             scope.open = not self.ended
             self._scopes = (*self._scopes, scope)
 
     def _leave(self, frame: FrameType | None) -> None:
-        with LOCK:
+        with LOCK.held:
             scope = self._scope_to_leave(frame and frame.f_back)
             if scope is None:
                 return
@@ -423,13 +423,13 @@ def opaque_id(text: str) -> str:
 
 def forget_sessions() -> None:
     """Forget every session of the registry: the same id gives another object then."""
-    with LOCK:
+    with LOCK.held:
         _recent.clear()
         _alive.clear()
 
 
 def _registered(session_id: str) -> Session:
-    with LOCK:
+    with LOCK.held:
         found = _alive.get(session_id) or Session(session_id)
         _alive[session_id] = found
         _recent[session_id] = found

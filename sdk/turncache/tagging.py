@@ -13,12 +13,12 @@ from turncache import scope as scopes
 from turncache import spans, untagged, wire
 from turncache._lock import LOCK
 from turncache.advice import ADVISER, Break, Finding, findings
-from turncache.attempt import Attempt, quietly
+from turncache.attempt import Attempt, complain
 from turncache.calls import Reading, echoed_calls, read_call
 from turncache.errors import ProtocolError
 from turncache.family import Binding, Family
 from turncache.follow import Follower
-from turncache.hosts import Audience, audience
+from turncache.hosts import Audience
 from turncache.ledger import Waiting
 from turncache.protocol import (
     CALL_HEADER,
@@ -51,6 +51,7 @@ class Choice(NamedTuple):
 
 
 _FOREIGN: Final = Choice(nobodys=Untagged.FOREIGN_ID)
+_FOLLOWED: Final = Choice(follow=True)
 
 
 class _Entry(NamedTuple):
@@ -75,59 +76,66 @@ def begin(
         options: upstream's ``FinalRequestOptions``.
         stream: whether the answer is streamed.
     """
-    if options.method.lower() != "post" or options.url.partition("?")[0] not in PATHS:
+    if options.url.partition("?")[0] not in PATHS or options.method.lower() != "post":
         return None
-    settings = binding.family.settings
-    if settings.disabled or _profile(binding) is Profile.OFF:
+    if binding.family.settings.disabled or _profile(binding) is Profile.OFF:
         return None
-    return quietly(
-        "prepare", _begin, binding, (base_url.host, base_url.port), cast_to, options, stream
-    )
+    try:
+        return _begin(binding, base_url, cast_to, options, stream)
+    except Exception as error:  # noqa: BLE001 - a request holds whatever its caller puts there
+        complain("prepare", error)
+        return None
 
 
 def _begin(
-    binding: Binding, host: tuple[str, int | None], cast_to: Any, options: Any, stream: bool
+    binding: Binding, base_url: Any, cast_to: Any, options: Any, stream: bool
 ) -> Attempt | None:
     family = binding.family
-    told = audience(*host, binding.hosts)
+    host, told = binding.server.at(base_url)
     explicit = wire.explicit_headers(binding.defaults, options)
     body = _body(options)
     choice = choose(binding, explicit, body)
     why = _why_untagged(choice, told, body)
     if why is not None:
         untagged.count(why)
-    if choice.nobodys is not None or (choice.follow and told is Audience.NEVER):
-        return None
-    follow = choice.follow and why is None
-    with LOCK:
-        entry = _enter(family, choice.session, body, explicit, follow=follow)
-    if entry.session is not None:
-        for finding in entry.findings:
-            ADVISER.say(entry.session.id, finding)
+        if choice.nobodys is not None or (choice.follow and told is Audience.NEVER):
+            return None
+    with LOCK.held:
+        entry = _enter(family, choice, body, explicit, follow=choice.follow and why is None)
+    call, owner, headers, line, found = entry
+    if found and owner is not None:
+        for finding in found:
+            ADVISER.say(owner.id, finding)
     attempt = Attempt(
-        call=entry.call,
-        session=entry.session,
+        call=call,
+        session=owner,
         host=host,
         clock=family.clock,
-        line=entry.line,
+        line=line,
         server_keeps=options.url.startswith(_RESPONSES),
+        may_teach=told is Audience.UNKNOWN,
     )
     if attempt.span is not None:
-        spans.tell_start(attempt.span, entry.call, entry.session)
+        spans.tell_start(attempt.span, call, owner)
     attempt.asks_raw = (
         not stream and told is not Audience.NEVER and wire.can_ask_raw(cast_to, explicit)
     )
-    headers = entry.headers if told is Audience.TOLD else None
     extra_json = None
-    if headers is not None and entry.session is not None:
-        entry.session.ledger.speaker = binding.speaker
-        if _profile(binding) is Profile.VLLM:
-            extra_json = wire.body_members(options, _tags(entry.session, entry.call))
+    if told is not Audience.TOLD or headers is None:
+        headers = None
+    else:
+        if owner is not None:
+            owner.ledger.speaker = binding.speaker
+            if _profile(binding) is Profile.VLLM:
+                extra_json = wire.body_members(options, _tags(owner, call))
+        headers = _headers(headers, explicit)
+    # An answer that we parse is seen when it is; its parser only matters if it is another's.
+    seen = stream or (attempt.asks_raw and not callable(options.post_parser))
     attempt.options = wire.dress(
         options,
-        headers=_headers(headers, explicit, raw=attempt.asks_raw),
+        headers=headers,
         extra_json=extra_json,
-        post_parser=None if stream else wire.observer(options, attempt.parsed, attempt.keep),
+        post_parser=None if seen else wire.observer(options, attempt.parsed, attempt.keep),
     )
     return attempt
 
@@ -152,15 +160,16 @@ def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any
     it continues. An id that cannot be ours is left to the server, and a block or session
     that has ended makes it nobody's.
     """
-    for given in (explicit.get(_SESSION), body.get("session_id")):
-        if given is None:
-            continue
-        if not isinstance(given, str):
-            return _FOREIGN
-        try:
-            return Choice(session(check_session_id(given)))
-        except ProtocolError:
-            return _FOREIGN
+    if explicit or "session_id" in body:
+        for given in (explicit.get(_SESSION), body.get("session_id")):
+            if given is None:
+                continue
+            if not isinstance(given, str):
+                return _FOREIGN
+            try:
+                return Choice(session(check_session_id(given)))
+            except ProtocolError:
+                return _FOREIGN
     if binding.session is not None:
         return _unless_ended(binding.session, ended=binding.session.ended)
     if binding.ambient is not None and (found := binding.ambient()) is not None:
@@ -170,7 +179,7 @@ def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any
         return _unless_ended(scope.session, ended=not scope.open)
     if binding.family.settings.session_id is not None:
         return Choice(session(binding.family.settings.session_id))
-    return Choice(follow=True)
+    return _FOLLOWED
 
 
 def _unless_ended(owner: Session, *, ended: bool) -> Choice:
@@ -182,7 +191,7 @@ def _unless_ended(owner: Session, *, ended: bool) -> Choice:
 
 def _enter(
     family: Family,
-    owner: Session | None,
+    choice: Choice,
     body: Mapping[str, Any],
     explicit: Mapping[str, Any],
     *,
@@ -190,23 +199,28 @@ def _enter(
 ) -> _Entry:
     """Enter the call into its session's ledger, under the lock."""
     now_s = family.clock()
+    owner = choice.session
     line, cause = None, None
     if owner is None and not follow:
         return _Entry(Call(started_s=now_s, model=str(body.get("model") or "")))
-    family.check_process()
     reading = read_call(body, family.memo)
     if owner is None:
-        placement = family.follower.place(reading)
-        owner, cause = placement.owner, placement.cause
-        line = (family.follower, placement.key)
-    turn, number = _place(owner, reading)
+        owner, key, cause = family.follower.place(reading)
+        line = (family.follower, key)
+    turn, number = reading.turn, reading.call
+    if reading.previous is not None:
+        turn, number = _place(owner, reading, reading.previous)
+    final = False
+    if explicit:
+        cause = _stated_cause(explicit) or cause
+        final = explicit.get(_FINAL) == "true"
     call = Call(
         started_s=now_s,
         model=reading.model,
         turn=turn,
         call=number,
-        cause=_stated_cause(explicit) or cause or reading.cause,
-        final=explicit.get(_FINAL) == "true",
+        cause=cause or reading.cause,
+        final=final,
     )
     owner.ledger.begin(call)
     found = _learn(owner, reading, now_s)
@@ -218,11 +232,9 @@ def _tags(owner: Session, call: Call) -> CallTags:
     return owner.tags(turn=call.turn, call=call.call, cause=call.cause, tools={}, final=call.final)
 
 
-def _place(owner: Session, reading: Reading) -> tuple[int | None, int | None]:
-    """Return turn and call, from the answer that is continued when the server keeps it."""
-    if reading.previous is None:
-        return reading.turn, reading.call
-    before = owner.ledger.place_of(reading.previous)
+def _place(owner: Session, reading: Reading, previous: str) -> tuple[int | None, int | None]:
+    """Return turn and call, from the answer that is continued: the server keeps the rest."""
+    before = owner.ledger.place_of(previous)
     if before is None:
         return None, None
     turn, call = before
@@ -232,15 +244,17 @@ def _place(owner: Session, reading: Reading) -> tuple[int | None, int | None]:
 def _learn(owner: Session, reading: Reading, now_s: float) -> tuple[Finding, ...]:
     """Take from the request how long its tools ran, and what broke reuse since the last."""
     ledger = owner.ledger
-    results = ledger.take_results(reading.results)
-    if results:
+    found: list[Finding] = []
+    if reading.results and (results := ledger.take_results(reading.results)):
         answered_s = max(waiting.answered_s for waiting in results.values())
         TOOL_DURATIONS.observe([waiting.name for waiting in results.values()], now_s - answered_s)
-    found = _rewritten(reading, results)
+        found = _rewritten(reading, results)
     if reading.previous is None and reading.history:
         before = ledger.shape_before(reading)
         if before is not None:
             found += findings(before, reading)
+    if not found:
+        return ()
     for finding in found:
         ledger.note(finding)
     return tuple(found)
@@ -248,8 +262,6 @@ def _learn(owner: Session, reading: Reading, now_s: float) -> tuple[Finding, ...
 
 def _rewritten(reading: Reading, results: Mapping[str, Waiting]) -> list[Finding]:
     """Return a finding for arguments that came back as another text than the model's."""
-    if not results:
-        return []
     for at, call_id, arguments in echoed_calls(reading):
         waiting = results.get(call_id)
         if waiting and waiting.arguments is not None and waiting.arguments != hash(arguments):
@@ -257,18 +269,12 @@ def _rewritten(reading: Reading, results: Mapping[str, Waiting]) -> list[Finding
     return []
 
 
-def _headers(
-    headers: dict[str, str] | None, explicit: Mapping[str, Any], *, raw: bool
-) -> dict[str, str]:
+def _headers(headers: dict[str, str], explicit: Mapping[str, Any]) -> dict[str, str]:
     """Return the headers to add: those of ours that the caller has not given itself."""
-    if headers is None:
-        return {wire.RAW_HEADER: "true"} if raw else {}
     if LOG.isEnabledFor(logging.DEBUG):
         LOG.debug("session %s: %s", headers.get(SESSION_HEADER), headers.get(CALL_HEADER))
     if explicit:
-        headers = {name: value for name, value in headers.items() if name.lower() not in explicit}
-    if raw:
-        headers[wire.RAW_HEADER] = "true"
+        return {name: value for name, value in headers.items() if name.lower() not in explicit}
     return headers
 
 

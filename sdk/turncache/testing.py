@@ -319,6 +319,7 @@ def _other(path: str) -> dict[str, Any]:
 def _default_reply(body: Mapping[str, Any]) -> Reply:
     items = body.get("messages", body.get("input"))
     last = items[-1] if isinstance(items, list) and items else {}
+    last = last if isinstance(last, Mapping) else {}
     brings = last.get("role") == "tool" or str(last.get("type")).endswith("_output")
     names = [tool.get("function", tool).get("name") for tool in body.get("tools") or ()]
     if names and names[0] and not brings:

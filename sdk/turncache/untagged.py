@@ -34,17 +34,17 @@ def untagged_calls() -> dict[str, int]:
     that it listens. ``unreadable``: a request that could not be read. Clients that are
     switched off count nothing.
     """
-    with LOCK:
+    with LOCK.held:
         return {reason.value: number for reason, number in sorted(_counts.items())}
 
 
 def count(reason: Untagged) -> None:
     """Count one call."""
-    with LOCK:
+    with LOCK.held:
         _counts[reason] += 1
 
 
 def forget_counts() -> None:
     """Start from nothing."""
-    with LOCK:
+    with LOCK.held:
         _counts.clear()

@@ -24,10 +24,9 @@ from turncache.protocol import (
     EngineHints,
 )
 
-#: Upstream's headers by which a caller asks for a raw response or another result type.
-RAW_HEADER: Final = "X-Stainless-Raw-Response"
-CAST_HEADER: Final = "X-Stainless-Override-Cast-To"
-_RAW, _CAST = RAW_HEADER.lower(), CAST_HEADER.lower()
+# Upstream's headers by which a caller asks for a raw response or another result type.
+_RAW: Final = "x-stainless-raw-response"
+_CAST: Final = "x-stainless-override-cast-to"
 #: Headers that mean something to us when a caller gives them, in lower case.
 RELEVANT: Final = frozenset(
     name.lower()
@@ -37,8 +36,8 @@ RELEVANT: Final = frozenset(
         FINAL_HEADER,
         CALL_HEADER,
         TOOLS_HEADER,
-        RAW_HEADER,
-        CAST_HEADER,
+        _RAW,
+        _CAST,
     )
 )
 
@@ -59,26 +58,46 @@ def explicit_headers(defaults: Mapping[str, Any], options: Any) -> Mapping[str, 
 
 
 def can_ask_raw(cast_to: Any, explicit: Mapping[str, Any]) -> bool:
-    """Whether the answer may be asked for raw, to read its headers, and parsed by us.
+    """Whether the answer may be asked for unparsed, to read its headers, and parsed by us.
 
     The caller gets what upstream's ``parse()`` makes of it, which is what it would have
     got. Callers that asked for a raw response, or for a type that upstream returns
     without parsing, get that.
     """
-    return _RAW not in explicit and _CAST not in explicit and _is_parsed(cast_to)
+    if explicit and (_RAW in explicit or _CAST in explicit):
+        return False
+    return raw_of(cast_to) is not None
 
 
 @functools.lru_cache(maxsize=256)
-def _is_parsed(cast_to: Any) -> bool:
-    return isinstance(cast_to, type) and (
-        cast_to is object or issubclass(cast_to, openai.BaseModel)
-    )
+def raw_of(cast_to: Any) -> Any:
+    """Return the type to ask for instead of ``cast_to``, None when that is not parsed.
+
+    Upstream gives whoever asks for a response type that response: it is made for every
+    answer anyway, has the HTTP response, and its ``parse()`` returns a ``cast_to``. Nothing of
+    it is on the wire.
+    """
+    return _parametrised(openai.APIResponse, cast_to)
+
+
+@functools.lru_cache(maxsize=256)
+def araw_of(cast_to: Any) -> Any:
+    """Return what :func:`raw_of` does, for an async client: ``parse()`` is awaited."""
+    return _parametrised(openai.AsyncAPIResponse, cast_to)
+
+
+def _parametrised(response: Any, cast_to: Any) -> Any:
+    if not isinstance(cast_to, type):
+        return None
+    if cast_to is not object and not issubclass(cast_to, openai.BaseModel):
+        return None
+    return response[cast_to]
 
 
 def dress(
     options: Any,
     *,
-    headers: Mapping[str, str],
+    headers: Mapping[str, str] | None = None,
     extra_json: Mapping[str, Any] | None = None,
     post_parser: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -86,7 +105,7 @@ def dress(
 
     Args:
         options: upstream's options.
-        headers: sent in addition to the caller's.
+        headers: sent in addition to the caller's, None for no others.
         extra_json: replaces the members that are added to the body, None to leave them.
         post_parser: replaces what is called with the parsed answer, None to leave it.
     """

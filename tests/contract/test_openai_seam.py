@@ -22,9 +22,9 @@ import pytest
 
 from tests.sdk.support import COMPLETION, HELLO, HTTPX, Recorder
 from turncache.tagging import PATHS
-from turncache.wire import RAW_HEADER
 
 BASE_URL = "http://127.0.0.1:9/v1"
+BODY: Any = {"model": "m", "messages": HELLO}
 CLIENTS = (openai.OpenAI, openai.AsyncOpenAI, openai.AzureOpenAI, openai.AsyncAzureOpenAI)
 
 STREAM = (
@@ -126,33 +126,40 @@ def test_options_copy_shallowly(recorder: Recorder) -> None:
     assert not callable(options.post_parser)
 
 
-def test_a_raw_answer_has_headers_and_parses(recorder: Recorder) -> None:
-    """The raw header gives an object with headers, http_response and a working parse()."""
-    with recorder.client(openai.OpenAI, base_url=BASE_URL) as client:
-        plain = client.chat.completions.create(model="m", messages=HELLO)
-        raw = client.chat.completions.create(
-            model="m", messages=HELLO, extra_headers={RAW_HEADER: "true"}
-        )
-    assert raw.headers["turncache"] == "v=1"
-    assert raw.http_response.headers["turncache"] == "v=1"
-    assert raw.parse() == plain
-    assert type(raw.parse()) is type(plain)
-    assert recorder.requests[1].headers[RAW_HEADER] == "true"
-
-
-def test_an_async_raw_answer_has_headers_and_parses(recorder: Recorder) -> None:
-    """The async client's raw answer is the same; its parse() may become a coroutine."""
-
-    async def main() -> Any:
-        async with recorder.client(openai.AsyncOpenAI, base_url=BASE_URL) as client:
-            raw = await client.chat.completions.create(
-                model="m", messages=HELLO, extra_headers={RAW_HEADER: "true"}
+def test_an_answer_may_be_asked_for_unparsed(recorder: Recorder) -> None:
+    """A response type to cast to gives a response: with the HTTP response, and a parse() that
+    returns what the plain call does. Nothing of it is sent.
+    """
+    for kind in (openai.types.chat.ChatCompletion, object):
+        recorder.requests.clear()
+        with recorder.client(openai.OpenAI, base_url=BASE_URL) as client:
+            plain, raw = (
+                client.post("/chat/completions", body=BODY, cast_to=cast_to)
+                for cast_to in (kind, openai.APIResponse[kind])  # type: ignore[valid-type]
             )
-            assert raw.http_response.headers["turncache"] == "v=1"
-            parsed = raw.parse()
-            return await parsed if inspect.isawaitable(parsed) else parsed
+        assert type(raw) is openai.APIResponse
+        assert raw.http_response.headers["turncache"] == "v=1"
+        assert raw.parse() == plain
+        assert type(raw.parse()) is type(plain)
+        one, other = recorder.requests
+        assert dict(one.headers) == dict(other.headers)
 
-    assert asyncio.run(main()).choices[0].message.content == "fine"
+
+def test_an_async_answer_may_be_asked_for_unparsed(recorder: Recorder) -> None:
+    """The async client's is the same; its parse() is awaited."""
+    kind: Any = openai.types.chat.ChatCompletion
+
+    async def main() -> None:
+        async with recorder.client(openai.AsyncOpenAI, base_url=BASE_URL) as client:
+            plain = await client.post("/chat/completions", body=BODY, cast_to=kind)
+            raw = await client.post(
+                "/chat/completions", body=BODY, cast_to=openai.AsyncAPIResponse[kind]
+            )
+            assert type(raw) is openai.AsyncAPIResponse
+            assert raw.http_response.headers["turncache"] == "v=1"
+            assert await raw.parse() == plain
+
+    asyncio.run(main())
 
 
 def test_the_parser_in_the_options_sees_every_parsed_answer(recorder: Recorder) -> None:

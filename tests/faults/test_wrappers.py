@@ -7,8 +7,6 @@ import contextlib
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ import openai
 import pytest
 
 import turncache
-from tests.sdk.support import HELLO, HTTPX, Recorder, said, session_ids
+from tests.sdk.support import HELLO, HTTPX, Recorder, printed_by, said, session_ids
 from turncache.testing import FakeServer
 
 BASE_URL = "http://127.0.0.1:9/v1"
@@ -224,8 +222,7 @@ def test_http_library_of_the_wrong_family() -> None:
         "after = {name.split('.')[0] for name in sys.modules}\n"
         "print(sorted(n for n in after - before if n.startswith('http')))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert printed_by(code) == "[]\n"
     # The matching family's own transport, and its own errors, on whatever version this is.
     recorder = Recorder(_refuse)
     with (

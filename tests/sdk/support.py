@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,6 +79,18 @@ class Recorder:
         )
         arguments.setdefault("api_key", "-")
         return kind(http_client=made(transport=transport), **arguments)
+
+
+def printed_by(code: str, *arguments: str) -> str:
+    """Return what ``code`` prints in a process of its own, which has our paths and no settings."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=50,
+    ).stdout
 
 
 def session_ids(requests: Sequence[Request]) -> list[str | None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import urllib.request
 from typing import Any
@@ -12,7 +10,7 @@ import openai
 import pytest
 
 import turncache
-from tests.sdk.support import HELLO, TOOLS, assistant, result, user
+from tests.sdk.support import HELLO, TOOLS, assistant, printed_by, result, user
 from turncache.testing import Failure, FakeServer, Reply
 
 
@@ -27,15 +25,7 @@ def test_it_needs_the_standard_library_only() -> None:
         "import sys, turncache.testing\n"
         "print(sorted({'openai', 'httpx', 'httpx2', 'pydantic'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=50,
-    )
-    assert done.stdout == "[]\n"
+    assert printed_by(code) == "[]\n"
 
 
 def test_default_answers(client: turncache.OpenAI, server: FakeServer) -> None:
