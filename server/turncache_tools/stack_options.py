@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 
 from turncache.errors import UsageError
 from turncache_server.launch.spec import Device, Kind, StackSpec
+from turncache_tools.options import with_options
 from turncache_tools.shell import assignments, extra_arguments
 
 _PORTS = "Ports and places"
@@ -138,20 +138,4 @@ def stack_spec(
 
 def takes_stack(verb: Callable[..., None]) -> Callable[..., None]:
     """Give ``verb(spec, ...)`` the options of :func:`stack_spec` in the place of ``spec``."""
-    shared = inspect.signature(stack_spec, eval_str=True).parameters
-    own = dict(inspect.signature(verb, eval_str=True).parameters)
-    del own["spec"]
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in (*shared.values(), *own.values())
-    ]
-
-    def run(**values: Any) -> None:
-        spec = stack_spec(**{name: values.pop(name) for name in shared})
-        verb(spec, **values)
-
-    run.__name__ = verb.__name__
-    run.__doc__ = verb.__doc__
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
+    return with_options(verb, of=stack_spec, place="spec")

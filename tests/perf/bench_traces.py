@@ -3,7 +3,7 @@
 ``python -m tests.perf.bench_traces [--seeds 1 2] [--pools 400000 800000 1600000]``
 
 The same calls (:mod:`tests.perf.traces`) go through three pools of each size: vLLM's LRU,
-ours (the ghost's pool, with the table, queue, budgets and policy of mode ``on`` and default
+ours (the planner's pool: table, queue, budgets and policy of mode ``on`` with default
 settings), and one that knows every next use. Ours hears the tool waits, wrong by up to a
 factor of two either way (log-uniform), and nothing of what users do or of sessions that end.
 
@@ -23,12 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from tests.perf.traces import Clairvoyant, StreamCall, expectation_s, stream
-from turncache_server.connector.config import Settings
-from turncache_server.retention.events import Ended
-from turncache_server.retention.ghost_pool import GhostPool
-from turncache_server.retention.policy import policy_named
-from turncache_server.retention.values import Limits
+from tests.perf.traces import Clairvoyant, StreamCall, stream
+from turncache_tools.plan.pools import EnginePool, ended_call, wrong_by
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT: Final = 0.5
@@ -36,7 +32,6 @@ BLOCK_SIZE: Final = 256
 NUM_SESSIONS: Final = 110
 STARTS_PER_S: Final = 0.02
 WRONG_BY: Final = 2.0
-RANK_EVERY_S: Final = 0.25
 
 #: Serves one call and returns how many leading blocks of its prompt were found.
 Serve = Callable[[StreamCall], int]
@@ -55,45 +50,20 @@ def clairvoyant(num_blocks: int, calls: list[StreamCall]) -> Serve:
 
 
 def ghostly(num_blocks: int, *, retaining: bool, seed: int) -> Serve:
-    """Serve from the ghost's pool, as LRU or with sessions."""
-    settings = Settings()
-    limits = Limits(
-        num_blocks=num_blocks + 1,
-        retain_budget=settings.retain_budget,
-        tenant_budget=settings.tenant_budget,
-        lend_after_s=settings.lend_after_s,
-        retain_default_s=settings.retain_default_s,
-        retain_max_s=settings.retain_max_s,
-    )
-    pool = GhostPool(limits, policy_named(settings.policy))
-    ranked_at_s = float("-inf")
+    """Serve from an engine's pool, as LRU or with sessions."""
+    pool = EnginePool(num_blocks, retaining=retaining)
 
     def serve(call: StreamCall) -> int:
-        nonlocal ranked_at_s
-        now_s, admission = call.arrives_s, None
-        hashes: Any = call.hashes
+        now_s, hashes = call.arrives_s, call.hashes
         prompt = hashes[: call.prompt_blocks]
-        if retaining:
-            due = now_s - ranked_at_s >= RANK_EVERY_S
-            ranked_at_s = now_s if due else ranked_at_s
-            pool.tick(now_s, rank=due)
-            admission = pool.table.admit(
-                session=call.session, tenant=None, hashes=prompt, now_s=now_s
-            )
+        admission = pool.arrive(call.session, prompt, now_s)
         grant = pool.start(prompt, len(prompt), len(prompt))
-        wait_s = expectation_s(call, seed, WRONG_BY)
-        ended = Ended(
-            request=str(call.number),
-            now_s=now_s,
-            tokens=0,
-            num_blocks=len(hashes),
-            complete=len(hashes),
-            more_hashes=(),
-            answered=True,
+        expect_s = None
+        if call.tool_wait_s is not None:
+            wait_s = wrong_by(call.tool_wait_s, WRONG_BY, seed=seed, place=call.number)
             # The call itself takes its time before the wait begins.
-            expect_s=None if wait_s is None else call.ends_s - call.arrives_s + wait_s,
-        )
-        pool.end(grant, admission, hashes, ended)
+            expect_s = call.ends_s - call.arrives_s + wait_s
+        pool.end(grant, admission, hashes, ended_call(len(hashes), now_s, expect_s=expect_s))
         return grant.num_hits
 
     return serve

@@ -15,7 +15,6 @@ from __future__ import annotations
 import heapq
 import json
 import lzma
-import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -178,15 +177,6 @@ def stream(
         last.setdefault(call.session, place)
     out.reverse()
     return out
-
-
-def expectation_s(call: StreamCall, seed: int, factor: float) -> float | None:
-    """Return the wait behind a call, wrong by up to ``factor`` either way (log-uniform)."""
-    if call.tool_wait_s is None:
-        return None
-    draw = random.Random(f"{seed}:{call.number}")
-    off = math.exp(draw.uniform(-1, 1) * math.log(factor))
-    return max(0.5, call.tool_wait_s) * off
 
 
 class Clairvoyant:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,22 +14,23 @@ import typer
 from turncache.errors import UsageError
 from turncache_tools.bench import words
 from turncache_tools.bench.agents import Misses
+from turncache_tools.bench.options import WorkloadOptions, workload_options
 from turncache_tools.bench.page import page
 from turncache_tools.bench.report import Report
 from turncache_tools.bench.session import Plan, run
 from turncache_tools.bench.stack import Places
-from turncache_tools.bench.traces import read_workload
-from turncache_tools.bench.workload import Cut, Parameters, Workload, fitted, parametric
 from turncache_tools.control import SecretFile, control_addresses, fleet_keys
+from turncache_tools.options import with_options
 from turncache_tools.shell import CHECK_FAILED, OK, progress, write, write_table
 
-_WORK = "Workload"
-_CUT = "Recorded workloads"
 _MISS = "Misses on prefill"
+#: What a small machine does in minutes.
+_AGENTS, _CALLS = 2, 12
 
 
 def bench(
     *,
+    work: WorkloadOptions,
     url: Annotated[str, typer.Option(help="Base URL of the stack.")] = "http://127.0.0.1:8000",
     control: Annotated[
         list[str] | None,
@@ -56,58 +56,6 @@ def bench(
     retain: Annotated[
         float | None, typer.Option(help="Seconds that hints ask to keep KV; else auto.")
     ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Recorded workload: weka, Mooncake, aiperf, or a trace of mode observe.",
-            rich_help_panel=_CUT,
-        ),
-    ] = None,
-    scale_tokens: Annotated[
-        float, typer.Option(help="Factor of token counts.", rich_help_panel=_CUT)
-    ] = 1.0,
-    scale_waits: Annotated[
-        float, typer.Option(help="Factor of waits.", rich_help_panel=_CUT)
-    ] = 1.0,
-    max_wait: Annotated[
-        float, typer.Option(help="Longest wait in seconds.", rich_help_panel=_CUT)
-    ] = math.inf,
-    max_context: Annotated[
-        int | None,
-        typer.Option(help="An agent ends before a longer prompt.", rich_help_panel=_CUT),
-    ] = None,
-    agents: Annotated[int, typer.Option(help="At a time.", rich_help_panel=_WORK)] = 2,
-    calls: Annotated[int, typer.Option(help="Of each agent.", rich_help_panel=_WORK)] = 12,
-    system: Annotated[int, typer.Option(help="Tokens.", rich_help_panel=_WORK)] = 400,
-    tools: Annotated[
-        int, typer.Option(help="Tokens of tool schemas.", rich_help_panel=_WORK)
-    ] = 600,
-    first: Annotated[int, typer.Option(help="Tokens of the task.", rich_help_panel=_WORK)] = 1000,
-    new: Annotated[
-        int, typer.Option(help="Median tokens that a call adds.", rich_help_panel=_WORK)
-    ] = 250,
-    new_sigma: Annotated[
-        float, typer.Option(help="Of their lognormal distribution.", rich_help_panel=_WORK)
-    ] = 0.0,
-    answer: Annotated[int, typer.Option(help="Tokens.", rich_help_panel=_WORK)] = 32,
-    wait: Annotated[
-        float, typer.Option(help="Median tool wait in seconds.", rich_help_panel=_WORK)
-    ] = 1.0,
-    wait_sigma: Annotated[
-        float, typer.Option(help="Of its lognormal distribution.", rich_help_panel=_WORK)
-    ] = 0.0,
-    compact_at: Annotated[
-        int, typer.Option(help="Tokens at which history is compacted.", rich_help_panel=_WORK)
-    ] = 0,
-    compact_to: Annotated[
-        int, typer.Option(help="Tokens of the summary.", rich_help_panel=_WORK)
-    ] = 200,
-    subagent_every: Annotated[
-        int, typer.Option(help="Every so many calls, a sub-agent.", rich_help_panel=_WORK)
-    ] = 0,
-    subagent_calls: Annotated[
-        int, typer.Option(help="Calls of a sub-agent.", rich_help_panel=_WORK)
-    ] = 3,
     miss_rate: Annotated[
         float | None,
         typer.Option(help="Share of waits that empty prefill's cache.", rich_help_panel=_MISS),
@@ -138,31 +86,7 @@ def bench(
     fleet_secret_file: SecretFile = None,
 ) -> None:
     """Measure whether retention and return pay on a running stack; exit 1 without a clear gain."""
-    numbers = Parameters(
-        agents=agents,
-        calls=calls,
-        system=system,
-        tools=tools,
-        first=first,
-        new=new,
-        new_sigma=new_sigma,
-        answer=answer,
-        wait_s=wait,
-        wait_sigma=wait_sigma,
-        compact_at=compact_at,
-        compact_to=compact_to,
-        subagent_every=subagent_every,
-        subagent_calls=subagent_calls,
-    )
-    cut = Cut(
-        agents=agents,
-        calls=calls,
-        tokens=scale_tokens,
-        waits=scale_waits,
-        max_wait_s=max_wait,
-        max_context=max_context,
-    )
-    workload = parametric(numbers, seed=seed) if trace is None else _recorded(trace, cut)
+    workload = work.workload(seed=seed)
     if rounds < 1:
         raise UsageError(f"--rounds {rounds}: expected a number from 1")
     keys = fleet_keys(fleet_secret_file)
@@ -213,22 +137,12 @@ def bench(
 def main(arguments: Sequence[str]) -> int:
     """Run the verb; usage errors and faults are raised."""
     verb = typer.Typer(add_completion=False)
-    verb.command()(bench)
+    shared = {"agents": _AGENTS, "calls": _CALLS}
+    verb.command()(with_options(bench, of=workload_options, place="work", defaults=shared))
     code = typer.main.get_command(verb).main(
         list(arguments), prog_name="turncache bench", standalone_mode=False
     )
     return code if isinstance(code, int) else OK
-
-
-def _recorded(path: Path, cut: Cut) -> Workload:
-    for option, factor in (("--scale-tokens", cut.tokens), ("--scale-waits", cut.waits)):
-        if not 0 <= factor < math.inf or (option == "--scale-tokens" and not factor):
-            raise UsageError(f"{option} {factor}: expected a factor above 0")
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError(f"--trace {path}: cannot be read: {error}") from error
-    return fitted(read_workload(text, name=path.name), cut)
 
 
 def _base(text: str, option: str) -> str:

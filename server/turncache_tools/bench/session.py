@@ -6,21 +6,19 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from turncache.errors import EngineFault, UsageError
+from turncache.errors import EngineFault
 from turncache_tools.bench.agents import BlockRun, Misses, Setting
 from turncache_tools.bench.arms import OFF_AGAIN, Arm, Block, choose_arms, schedule
-from turncache_tools.bench.client import Asked, CallFailed, Client
+from turncache_tools.bench.client import Client
 from turncache_tools.bench.compare import compare_answers
+from turncache_tools.bench.probe import probe
 from turncache_tools.bench.report import Report, Run, report_on
 from turncache_tools.bench.results import CallResult
 from turncache_tools.bench.saved import SavedBlocks
 from turncache_tools.bench.stack import Places, Stack
-from turncache_tools.bench.texts import Tokens, fit_tokens, text
 from turncache_tools.bench.workload import Workload
-
-_PROBE_WORDS: Final = (32, 160)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +68,6 @@ class Plan:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Probed:
-    model: str
-    tokens: Tokens
-    ours: bool
-    body: Mapping[str, Any]
-
-
 async def run(plan: Plan, places: Places, say: Callable[[str], None]) -> Report:
     """Run a plan and return its report; the stack is left as it was found.
 
@@ -94,7 +84,8 @@ async def run(plan: Plan, places: Places, say: Callable[[str], None]) -> Report:
     async with Client(plan.key, timeout_s=plan.timeout_s) as client:
         stack = Stack(client, places)
         nonce = secrets.token_hex(4)
-        probed = await _probe(client, plan, places, nonce)
+        urls = tuple(dict.fromkeys([places.url, *plan.urls.values()]))
+        probed = await probe(client, urls, model=plan.model, nonce=nonce)
         facts = await stack.facts(ours=probed.ours)
         arms, missing = choose_arms(plan.arms, facts, url=places.url, urls=plan.urls)
         for each in missing:
@@ -212,64 +203,3 @@ async def _warm_up(
         for call in done.calls:
             if call.error:
                 raise EngineFault(arm.url, f"{arm.name}: the warm-up failed: {call.error}")
-
-
-async def _probe(client: Client, plan: Plan, places: Places, nonce: str) -> _Probed:
-    """Find out the model, how many tokens words make, and what the servers take."""
-    model = plan.model or await _first_model(client, places.url)
-    counts: list[tuple[int, int]] = []
-    ours = False
-    for words in _PROBE_WORDS:
-        asked = await _ask(client, places.url, model, words=words, block=f"{nonce}-probe")
-        if asked.streamed.prompt is None:
-            raise EngineFault(places.url, "reports no usage in a stream (stream_options)")
-        counts.append((words, asked.streamed.prompt))
-        ours = ours or asked.ours
-    body: dict[str, Any] = {"ignore_eos": True}
-    for url in dict.fromkeys([places.url, *plan.urls.values()]):
-        try:
-            await _ask(
-                client,
-                url,
-                model,
-                words=_PROBE_WORDS[0],
-                block=f"{nonce}-eos",
-                more=body,
-                strict=True,
-            )
-        except CallFailed:
-            # A strict server: it is asked for nothing that is not in the standard.
-            body = {}
-            break
-    return _Probed(model=model, tokens=fit_tokens(*counts), ours=ours, body=body)
-
-
-async def _ask(
-    client: Client,
-    url: str,
-    model: str,
-    *,
-    words: int,
-    block: str,
-    more: Mapping[str, Any] | None = None,
-    strict: bool = False,
-) -> Asked:
-    said = text(words, place=f"probe-{words}", seed=0, block=block)
-    messages = [{"role": "user", "content": said}]
-    body = {"model": model, "messages": messages, "max_tokens": 2, "temperature": 0}
-    try:
-        return await client.ask(url, {**body, **(more or {})})
-    except CallFailed as error:
-        if strict:
-            raise
-        raise EngineFault(url, f"does not answer a call: {error}") from error
-
-
-async def _first_model(client: Client, url: str) -> str:
-    status, found = await client.json("GET", f"{url}/v1/models")
-    try:
-        return str(found["data"][0]["id"])
-    except (TypeError, KeyError, IndexError) as error:
-        raise UsageError(
-            f"{url}: lists no model (status {status}): name one with --model"
-        ) from error

@@ -18,6 +18,8 @@ from turncache_tools.bench.workload import AgentSpec, CallSpec, Workload
 
 #: Tokens of a block in a Mooncake trace, and in aiperf's, which follows it.
 _MOONCAKE_BLOCK: Final = 512
+#: How a compact weka trace says that an answer was for a person.
+_END_TURN: Final = 2
 _MOST_CALLS: Final = 1_000_000
 
 _Number = int | float
@@ -37,6 +39,7 @@ class _Seen:
         same: leading tokens that the session's previous prompt and answer had as well, None
             where all that can be said is that nothing was rewritten.
         wait_s: since the answer before.
+        by_user: that answer was for a person, who called again.
     """
 
     prompt: int
@@ -44,6 +47,7 @@ class _Seen:
     same: int | None = None
     wait_s: float = 0.0
     spawned: tuple[AgentSpec, ...] = ()
+    by_user: bool = False
 
 
 def read_workload(text: str, *, name: str) -> Workload:
@@ -160,6 +164,7 @@ def _agent(name: str, seen: Sequence[_Seen], shared: int, starts_s: float = 0.0)
                 wait_s=each.wait_s if calls else 0.0,
                 keep=keep,
                 spawned=each.spawned,
+                by_user=each.by_user if calls else False,
             )
         )
         history = start + new + max(1, each.answer)
@@ -197,6 +202,7 @@ def _weka_calls(record: dict[str, Any], block: int, name: str, shared: int) -> l
     out: list[_Seen] = []
     before: list[Any] = []
     waiting: list[AgentSpec] = []
+    by_user = False
     for request in _list(record.get("requests"), "requests"):
         if not isinstance(request, dict):
             raise _Bad(f"a request is {request!r}, expected an object")
@@ -213,9 +219,11 @@ def _weka_calls(record: dict[str, Any], block: int, name: str, shared: int) -> l
                 same=_common(before, ids) * block if before else None,
                 wait_s=_or_zero(request, "think_time"),
                 spawned=tuple(waiting),
+                by_user=by_user,
             )
         )
         before, waiting = ids, []
+        by_user = request.get("stop") == "end_turn"
     return out
 
 
@@ -228,6 +236,7 @@ def _weka_compact(record: dict[str, Any], number: int) -> tuple[AgentSpec, int]:
 def _compact_calls(rows: object, name: str, shared: int) -> list[_Seen]:
     out: list[_Seen] = []
     waiting: list[AgentSpec] = []
+    by_user = False
     for row in _list(rows, "r"):
         if isinstance(row, dict):
             inner = f"{name}.{len(out)}.{len(waiting) + 1}"
@@ -242,9 +251,11 @@ def _compact_calls(rows: object, name: str, shared: int) -> list[_Seen]:
                 same=int(_number(row[3], "shared")) if out else None,
                 wait_s=_number(row[5] or 0, "think_time"),
                 spawned=tuple(waiting),
+                by_user=by_user,
             )
         )
         waiting = []
+        by_user = len(row) > 6 and row[6] == _END_TURN
     return out
 
 

@@ -21,6 +21,7 @@ class CallSpec:
         keep: leading tokens of the history that stay, None for all of it. What follows is
             replaced by a text of :attr:`new` tokens: a compaction, or an edit.
         spawned: sub-agents that run to their end, all at once, before this call.
+        by_user: the wait was a person's: no tool's duration tells its length.
     """
 
     new: int
@@ -28,6 +29,7 @@ class CallSpec:
     wait_s: float = 0.0
     keep: int | None = None
     spawned: tuple[AgentSpec, ...] = ()
+    by_user: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +234,7 @@ def _fitted(agent: AgentSpec, cut: Cut, shared: int) -> AgentSpec:
                 answer=answer,
                 wait_s=min(call.wait_s * cut.waits, cut.max_wait_s),
                 keep=keep,
+                by_user=call.by_user,
                 spawned=tuple(
                     inner
                     for spawned in call.spawned
