@@ -73,6 +73,26 @@ def bench(ctx: typer.Context) -> None:
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
+def calibrate(ctx: typer.Context) -> None:
+    """Measure what prefill, host and transfers cost on a running stack (--help for options)."""
+    command = importlib.import_module("turncache_tools.calibrate.command")
+    raise typer.Exit(command.main(ctx.args))
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def plan(ctx: typer.Context) -> None:
+    """Simulate what retention, return or more memory would give a workload (--help for options)."""
+    command = importlib.import_module("turncache_tools.plan.command")
+    raise typer.Exit(command.main(ctx.args))
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def demo(ctx: typer.Context) -> None:
     """Show what retention and return are worth, on this machine (--help for options)."""
     # On demand: the other verbs must not wait for what the demo imports.

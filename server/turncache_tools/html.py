@@ -21,6 +21,25 @@ footer { margin-top: 26px; }
 .failed { background: #fdecea; color: #8c1d13; padding: 6px 10px; font-size: 13px;
   margin-top: 12px; }"""
 
+#: Of pages with charts and wide tables.
+CHART_STYLE: Final = """svg { display: block; margin-top: 6px; overflow: visible; max-width: 100%; }
+svg text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
+svg .grid { stroke: #e7eaee; }
+svg .axis { stroke: #9aa4b1; }
+svg .tick { fill: #5a6573; }
+svg .label { font-size: 13px; }
+svg .value { font-weight: 650; }
+.wide { overflow-x: auto; }
+.wide th, .wide td { white-space: nowrap; }"""
+#: Colour and marker of a chart's lines, in order: colour is never the only difference.
+LOOKS: Final = (
+    ("#8a6d3b", "circle"),
+    ("#2563c9", "square"),
+    ("#0b7f63", "diamond"),
+    ("#a23b72", "circle"),
+    ("#5a6573", "square"),
+)
+
 
 def table(content: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
     """Return a table, or a word in place of an empty one."""

@@ -9,15 +9,8 @@ from typing import Final
 from turncache_tools.bench import words
 from turncache_tools.bench.report import ArmReport, Report
 from turncache_tools.demo.chart import Frame, Line, line_chart
-from turncache_tools.html import STYLE, table
+from turncache_tools.html import CHART_STYLE, LOOKS, STYLE, table
 
-_LOOKS: Final = (
-    ("#8a6d3b", "circle"),
-    ("#2563c9", "square"),
-    ("#0b7f63", "diamond"),
-    ("#a23b72", "circle"),
-    ("#5a6573", "square"),
-)
 _FRAME: Final = Frame(width=928, height=320, right=190)
 _SOURCES: Final = (
     ("local", "#0b7f63", "in prefill's cache"),
@@ -34,15 +27,7 @@ _PAGE: Final = Template("""<!doctype html>
 <title>turncache: bench</title>
 <style>
 $style
-svg { display: block; margin-top: 6px; overflow: visible; max-width: 100%; }
-svg text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
-svg .grid { stroke: #e7eaee; }
-svg .axis { stroke: #9aa4b1; }
-svg .tick { fill: #5a6573; }
-svg .label { font-size: 13px; }
-svg .value { font-weight: 650; }
-.wide { overflow-x: auto; }
-.wide th, .wide td { white-space: nowrap; }
+$charts
 .stack { display: grid; grid-template-columns: 110px 1fr 110px; gap: 12px; align-items: center;
   font-size: 13.5px; margin-bottom: 5px; }
 .stack div { display: flex; height: 16px; }
@@ -81,6 +66,7 @@ def page(report: Report) -> str:
     failed = "; ".join(f"{each.arm}: {each.why}" for each in refused)
     return _PAGE.substitute(
         style=STYLE,
+        charts=CHART_STYLE,
         headline=escape(words.headline(report)),
         workload=escape(report.run.workload),
         failed=f'<p class="failed">No gain is stated. {escape(failed)}</p>' if failed else "",
@@ -109,8 +95,8 @@ def _chart(report: Report) -> str:
     lines = [
         Line(
             name=arm.arm.name,
-            colour=_LOOKS[at % len(_LOOKS)][0],
-            marker=_LOOKS[at % len(_LOOKS)][1],
+            colour=LOOKS[at % len(LOOKS)][0],
+            marker=LOOKS[at % len(LOOKS)][1],
             values=tuple(found[call] * scale for call in range(1, last + 1)),
         )
         for at, (arm, found) in enumerate(zip(report.arms, numbers, strict=True))

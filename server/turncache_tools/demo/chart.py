@@ -66,7 +66,15 @@ def spread(wanted: Sequence[float], least: float) -> list[float]:
     return out
 
 
-def line_chart(lines: Sequence[Line], frame: Frame, *, unit: str, title: str) -> str:
+def line_chart(
+    lines: Sequence[Line],
+    frame: Frame,
+    *,
+    unit: str,
+    title: str,
+    places: Sequence[str] = (),
+    along: str = "call",
+) -> str:
     """Draw lines over call numbers, the value axis from 0.
 
     Args:
@@ -74,6 +82,8 @@ def line_chart(lines: Sequence[Line], frame: Frame, *, unit: str, title: str) ->
         frame: where.
         unit: of the values.
         title: for screen readers.
+        places: what stands below each value; by default numbers from 1.
+        along: what they are.
     """
     step = nice_step(max(max(line.values) for line in lines))
     top = step * math.ceil(max(max(line.values) for line in lines) / step - 1e-9)
@@ -82,7 +92,8 @@ def line_chart(lines: Sequence[Line], frame: Frame, *, unit: str, title: str) ->
         f'<svg viewBox="0 0 {frame.width:g} {frame.height:g}" width="{frame.width:g}" '
         f'height="{frame.height:g}" role="img" aria-label="{escape(title)}">'
     )
-    parts = [opening, *_grid(scale, step, unit), *_calls(scale)]
+    names = places or [str(call) for call in range(1, scale.num_calls + 1)]
+    parts = [opening, *_grid(scale, step, unit), *_places(scale, names, along)]
     ends = spread([scale.y(line.values[-1]) for line in lines], _LABEL_HEIGHT)
     for line, label_y in zip(lines, ends, strict=True):
         parts += _line(scale, line, label_y, unit)
@@ -126,17 +137,18 @@ def _grid(scale: _Scale, step: float, unit: str) -> list[str]:
     return out
 
 
-def _calls(scale: _Scale) -> list[str]:
+def _places(scale: _Scale, names: Sequence[str], along: str) -> list[str]:
     frame = scale.frame
     base = frame.height - frame.bottom
     out = [
-        f'<text class="tick" x="{scale.x(call):.1f}" y="{base + 17:.1f}" '
-        f'text-anchor="middle">{call}</text>'
-        for call in range(1, scale.num_calls + 1)
+        f'<text class="tick" x="{scale.x(place):.1f}" y="{base + 17:.1f}" '
+        f'text-anchor="middle">{escape(name)}</text>'
+        for place, name in enumerate(names, 1)
     ]
     middle = (scale.x(1) + scale.x(scale.num_calls)) / 2
     out.append(
-        f'<text class="tick" x="{middle:.1f}" y="{base + 34:.1f}" text-anchor="middle">call</text>'
+        f'<text class="tick" x="{middle:.1f}" y="{base + 34:.1f}" text-anchor="middle">'
+        f"{escape(along)}</text>"
     )
     return out
 

@@ -217,9 +217,14 @@ class Simulation:
                 begin(now_s, number)
 
         places = total if self._load.sessions is None else min(self._load.sessions, total)
+        at_s = 0.0
         for number in itertools.islice(left, places):
-            at_s = 0.0 if self._load.sessions is not None else agents[number % len(agents)].starts_s
+            spec = agents[number % len(agents)]
+            if self._load.sessions is None:
+                at_s = spec.starts_s
             self._at(at_s, begin, number)
+            # One behind the other: a start of all at once would be a queue of its own.
+            at_s += self._profile.compute_s(0, self._load.workload.shared + spec.calls[0].new)
         if self._load.others_per_s:
             self._at(self._draw.expovariate(self._load.others_per_s), self._other, None)
 
