@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 
@@ -19,6 +18,7 @@ from turncache_tools.bench.page import page
 from turncache_tools.bench.report import Report
 from turncache_tools.bench.session import Plan, run
 from turncache_tools.bench.stack import Places
+from turncache_tools.bench.urls import base_url
 from turncache_tools.control import SecretFile, control_addresses, fleet_keys
 from turncache_tools.options import with_options
 from turncache_tools.shell import CHECK_FAILED, OK, progress, write, write_table
@@ -92,9 +92,9 @@ def bench(
     keys = fleet_keys(fleet_secret_file)
     controls = control_addresses(control, keyed=keys is not None) if control else ()
     places = Places(
-        url=_base(url, "--url"),
+        url=base_url(url, "--url"),
         controls=tuple(controls),
-        engines=tuple(_base(each, "--engine") for each in engine or ()),
+        engines=tuple(base_url(each, "--engine") for each in engine or ()),
         keys=keys,
     )
     plan = Plan(
@@ -108,7 +108,7 @@ def bench(
             miss_by,
             Misses(
                 rate=miss_rate or 0.0,
-                reset=tuple(_base(each, "--reset") for each in reset or ()),
+                reset=tuple(base_url(each, "--reset") for each in reset or ()),
                 external=reset_external,
                 flood_tokens=flood_tokens,
                 flood_prompt=flood_prompt,
@@ -145,21 +145,13 @@ def main(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else OK
 
 
-def _base(text: str, option: str) -> str:
-    """Return a base URL without ``/v1``."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{option} {text!r}: expected a URL such as http://127.0.0.1:8000")
-    return text.rstrip("/").removesuffix("/v1")
-
-
 def _arm_urls(texts: list[str]) -> dict[str, str]:
     out = {}
     for text in texts:
         name, equals, url = text.partition("=")
         if not equals or not name:
             raise UsageError(f"--arm {text!r}: expected NAME=URL")
-        out[name] = _base(url, f"--arm {name}=")
+        out[name] = base_url(url, f"--arm {name}=")
     return out
 
 

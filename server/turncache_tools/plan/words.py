@@ -166,9 +166,8 @@ def _fit_lines(fits: Fits) -> list[str]:
             said.append(f"{name} {count or 'not even 1'}")
     limit = f"{100 * fits.limit:.0f} %"
     names = ", ".join(said)
-    out = [
-        f"Sessions at a time with at most {limit} computed again: {names}; by size {fits.by_size:.1f}."
-    ]
+    by_size = f"{fits.by_size:.1f} by size"
+    out = [f"Sessions at a time with at most {limit} computed again: {names} ({by_size})."]
     off, good = next(iter(fits.by_arm.items()))
     if not good or off in fits.open_arms:
         return out
@@ -220,7 +219,7 @@ def notes(report: PlanReport) -> list[str]:
     out = [
         kind,
         f"Pool: {pools}; {at_a_time}; pools are reckoned in units of {rig.unit_tokens} tokens.",
-        f"Tool waits are expected wrong by up to {load.wait_error:g}{_TIMES}, user waits by nobody.",
+        f"Tool waits are expected wrong by up to {load.wait_error:g}{_TIMES}, users never.",
         f"Simulated, not measured; seed {load.seed}.",
     ]
     if load.others_per_s:
