@@ -28,7 +28,7 @@ _LONG_ANSWERS: Final = (4, 8, 16)
 _NEW_SHARE: Final = 0.125
 _LEAST_NEW: Final = 48
 #: A block can be pulled a step after it was filled.
-_BETWEEN_S: Final = 0.2
+_BETWEEN_S: Final = 0.05
 #: An engine whose cache was emptied introduces itself to its peers again.
 _AFTER_EMPTYING_S: Final = 1.0
 
@@ -138,8 +138,8 @@ class Measurement:
         self.say("warming up")
         await self._point(length)
         if self.pair:
-            answer = _LONG_ANSWERS[0] * _SHORT_ANSWER
-            await self._second(length, answer, RETURNED)
+            if self.empty is None:
+                await self._second(length, _LONG_ANSWERS[0] * _SHORT_ANSWER, RETURNED)
             if not any(sample.kind == RETURNED for sample in self._samples):
                 self._refuse()
         self._samples.clear()
@@ -206,10 +206,10 @@ class Measurement:
         if ttft_s is None:
             return 0.0
         if kind != COLD:
-            kind = RETURNED if outcome.returned else CACHED
-            if not outcome.returned:
+            if kind == RETURNED and not outcome.returned:
                 reason = outcome.reason.value
                 self._reasons[reason] = self._reasons.get(reason, 0) + 1
+            kind = RETURNED if outcome.returned else CACHED
         self._samples.append(
             Sample(
                 kind=kind,

@@ -19,7 +19,7 @@ Run = Callable[..., Ran]
 
 #: Four agents in a pool for two.
 CROWDED = (
-    *("--prior", "qwen3-32b", "--agents", "4", "--calls", "5", "--first", "8000"),
+    *("--prior", "qwen3-32b", "--agents", "4", "--calls", "4", "--first", "8000"),
     *("--new", "400", "--wait", "20", "--pool", "24000"),
 )
 
@@ -113,9 +113,6 @@ def test_a_recording_brings_its_pool(turncache: Run, tmp_path: Path) -> None:
     found = planned(turncache, *files, "--no-search")
     assert (found["pool_tokens"], found["calls"]) == (1440, 2)
     assert found["workload"] == "observed: observed.jsonl"
-
-
-TRACE = '{"id": "s", "bs": 64, "r": [[0, 900, 5, 0, 1, 0, 1], [9, 990, 5, 900, 1, 3, 2]]}\n'
 
 
 @pytest.mark.parametrize(
