@@ -83,6 +83,10 @@ perf-langgraph: setup ## time the LangGraph integration against the stock model
 perf-router: setup ## time the router against vllm-router (PERF="--long")
 	@$(PY) -m tests.perf.bench_router $(PERF)
 
+.PHONY: perf-plan
+perf-plan: setup ## the planner against published measurements, and its speed
+	@$(PY) -m tests.perf.bench_plan
+
 .PHONY: fuzz-router
 fuzz-router: setup ## 100,000 malformed and hostile requests against the router (FUZZ="--requests 1000")
 	@$(PY) -m tests.fuzz.router $(FUZZ)

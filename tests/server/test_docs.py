@@ -91,11 +91,12 @@ def test_there_are_three_alerts_and_each_says_what_to_do() -> None:
             assert rule.count(part) == 1
 
 
-COMMANDS = re.findall(r"^\$ turncache (\S+)(.*?)(?:\s+#.*)?$", PAGE, re.MULTILINE)
+PLAN_PAGE = (SERVER / "turncache_tools" / "plan" / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^\$ turncache (\S+)(.*?)(?:\s+#.*)?$", f"{PAGE}\n{PLAN_PAGE}", re.MULTILINE)
 
 
 @pytest.mark.parametrize(("verb", "rest"), COMMANDS)
-def test_every_command_of_the_page_exists(verb: str, rest: str) -> None:
+def test_every_command_of_the_pages_exists(verb: str, rest: str) -> None:
     """With the flags that it is shown with."""
     shown = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0

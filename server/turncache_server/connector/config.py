@@ -64,6 +64,8 @@ class Settings:
         ghost_host_gb: sizes of the host tiers that mode ``observe`` simulates, in 10^9 bytes.
         trace_file: where to write the trace of what the engine saw, None for no trace.
         trace_file_mb: size in 10^6 bytes at which a part of the trace is full.
+        cost_profile: profile of turncache calibrate whose costs are taken until own ones are
+            measured, None to begin with nothing.
         recompute_threshold: fewest tokens worth a pull (vLLM's ``kv_recompute_threshold``);
             None for what was measured, but at least 64.
     """
@@ -87,6 +89,7 @@ class Settings:
     ghost_host_gb: tuple[float, ...] = DEFAULT_HOST_GB
     trace_file: str | None = None
     trace_file_mb: float = DEFAULT_TRACE_FILE_MB
+    cost_profile: str | None = None
     recompute_threshold: int | None = None
 
 
@@ -135,6 +138,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         ghost_host_gb=read.sizes("ghost_host_gb", DEFAULT_HOST_GB),
         trace_file=read.path("trace_file"),
         trace_file_mb=read.megabytes("trace_file_mb", DEFAULT_TRACE_FILE_MB),
+        cost_profile=read.path("cost_profile"),
         recompute_threshold=threshold,
     )
 

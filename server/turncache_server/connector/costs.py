@@ -16,10 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from turncache_server.cost_profile import CostProfile
+
 #: What one measurement is worth after the next.
 _DECAY: Final = 0.97
 #: Measurements without which nothing is predicted.
 _ENOUGH: Final = 4
+#: Sizes of steps and pulls that a profile stands for: enough of them, and no larger than real
+#: ones, which would hardly change what large ones have said.
+_SEED_TOKENS: Final = (256, 512, 1024, 2048)
 #: A step below this many prefill tokens says more about the host than about computing.
 LEAST_STEP_TOKENS: Final = 64
 #: So many pulls are refused as dearer before one is made to measure again.
@@ -82,6 +87,14 @@ class PullCosts:
     _pull: Fit = field(default_factory=Fit)
     _warm: set[str] = field(default_factory=set)
     _num_refused: int = 0
+
+    def seed(self, profile: CostProfile) -> None:
+        """Begin with what was measured before; own measurements replace it bit by bit."""
+        for tokens in _SEED_TOKENS:
+            pairs = profile.pairs(0, tokens)
+            self._compute.add(float(tokens), pairs, profile.compute_s(0, tokens))
+            if profile.pulls:
+                self._pull.add(1.0, float(tokens), profile.pull_s(tokens))
 
     # --- measuring ------------------------------------------------------------------------
 

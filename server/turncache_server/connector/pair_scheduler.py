@@ -18,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
@@ -33,6 +34,7 @@ from turncache_server.connector.config import (
     engine_facts,
 )
 from turncache_server.connector.costs import PullCosts, prefill_work
+from turncache_server.cost_profile import load_profile
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.fingerprint import engine_fingerprint
 from turncache_server.connector.metrics import Reporter, TurncacheStats
@@ -156,6 +158,8 @@ class PairScheduler(NixlPullConnectorScheduler):
         # Who names a threshold has decided; and a prompt is never computed on decode by choice.
         free = settings.recompute_threshold is None and settings.side is not Side.DECODE
         self._costs = PullCosts(may_compute=free)
+        if settings.cost_profile is not None:
+            self._costs.seed(load_profile(Path(settings.cost_profile)))
         threshold = settings.recompute_threshold
         self._pulls = PullBook(
             self._peers,

@@ -56,6 +56,7 @@ def test_every_setting_is_read() -> None:
         "ghost_host_gb": [500, 80.5],
         "trace_file": "/var/log/trace.jsonl",
         "trace_file_mb": 4,
+        "cost_profile": "/etc/profile.toml",
     }
     settings = parse_settings({"turncache": section, "kv_recompute_threshold": 0, "backends": []})
     assert settings == Settings(
@@ -78,6 +79,7 @@ def test_every_setting_is_read() -> None:
         ghost_host_gb=(80.5, 500.0),
         trace_file="/var/log/trace.jsonl",
         trace_file_mb=4.0,
+        cost_profile="/etc/profile.toml",
         recompute_threshold=0,
     )
     assert set(section) == {f for f in Settings.__slots__ if f != "recompute_threshold"}
@@ -140,6 +142,7 @@ REFUSED: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"ghost_host_gb": [True]}, "turncache.ghost_host_gb", ("[True]", "above 0")),
     ({"ghost_host_gb": [1, 2, 3, 4, 5]}, "turncache.ghost_host_gb", ("at most 4",)),
     ({"trace_file": "trace.jsonl"}, "turncache.trace_file", ("'trace.jsonl'", "absolute path")),
+    ({"cost_profile": "p.toml"}, "turncache.cost_profile", ("'p.toml'", "absolute path")),
     ({"trace_file": 7}, "turncache.trace_file", ("7", "absolute path")),
     ({"trace_file_mb": 0.5}, "turncache.trace_file_mb", ("0.5", "from 1 to 1000")),
     ({"trace_file_mb": 2000}, "turncache.trace_file_mb", ("2000", "from 1 to 1000")),

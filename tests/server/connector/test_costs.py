@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turncache_server.connector.costs import LEAST_STEP_TOKENS, Fit, PullCosts, prefill_work
+from turncache_server.cost_profile import CALIBRATED, CostProfile
 
 TOKEN_S, PAIR_S = 1e-3, 2e-7
 LATENCY_S, PULL_TOKEN_S = 0.02, 1e-5
@@ -46,6 +47,31 @@ def test_the_first_pull_from_a_start_of_a_peer_does_not_count() -> None:
     assert before is not None
     assert after is not None
     assert after > before
+
+
+def test_a_profile_stands_for_measurements_that_were_not_made_yet() -> None:
+    """Its costs decide at once; what the engine measures replaces them."""
+    profile = CostProfile(
+        name="m",
+        model="m",
+        source=CALIBRATED,
+        about="",
+        host_s=0.1,
+        host_token_s=0.0,
+        prefill_token_s=TOKEN_S,
+        prefill_pair_s=PAIR_S,
+        pull_latency_s=LATENCY_S,
+        pull_token_s=PULL_TOKEN_S,
+        decode_token_s=0.01,
+    )
+    costs = PullCosts()
+    costs.seed(profile)
+    assert costs.compute_s(9000, 700) == pytest.approx(profile.compute_s(9000, 700))
+    assert costs.pull_s(5000) == pytest.approx(profile.pull_s(5000))
+    assert costs.is_dearer(0, 15)
+    for _ in range(200):
+        costs.computed(1024, 1024 * 512, 0.01)
+    assert costs.compute_s(0, 1024) == pytest.approx(0.01, rel=0.1)
 
 
 def test_nothing_is_predicted_before_enough_was_measured() -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.tools.conftest import Ran
 from turncache_server.cost_profile import dump_profile
 from turncache_server.retention.trace import TraceCall, TraceHeader, to_line
+from turncache_tools.plan import command
 from turncache_tools.plan.priors import prior
 
 Run = Callable[..., Ran]
@@ -97,22 +98,46 @@ def test_how_many_sessions_fit_is_found(turncache: Run) -> None:
     assert shares[beyond]["off"] > fits["limit"]
 
 
-def test_a_recording_brings_its_pool(turncache: Run, tmp_path: Path) -> None:
-    """A trace of mode observe says how large the engine's pool was; a profile file its costs."""
+def recording(folder: Path) -> Path:
+    """Write a trace of mode observe."""
     header = to_line(TraceHeader(trace="t", block_size=16, num_blocks=90, mode="observe"))
     names = ["a" * 16, "b" * 16, "c" * 16]
     rows = [
         TraceCall(t=0, start=0, end=1, session="s", prompt=40, output=8, blocks=names[0]),
         TraceCall(t=6, start=6, end=8, session="s", prompt=70, output=8, blocks=names[1]),
     ]
-    trace = tmp_path / "observed.jsonl"
+    trace = folder / "observed.jsonl"
     trace.write_text(header + "".join(map(to_line, rows)))
+    return trace
+
+
+def test_a_recording_brings_its_pool(turncache: Run, tmp_path: Path) -> None:
+    """A trace of mode observe says how large the engine's pool was; a profile file its costs."""
+    trace = recording(tmp_path)
     profile = tmp_path / "profile.toml"
     profile.write_text(dump_profile(prior("qwen3-8b")))
     files = ("--trace", str(trace), "--profile", str(profile))
     found = planned(turncache, *files, "--no-search")
     assert (found["pool_tokens"], found["calls"]) == (1440, 2)
     assert found["workload"] == "observed: observed.jsonl"
+
+
+README = Path(command.__file__).with_name("README.md").read_text(encoding="utf-8")
+PLANS = re.findall(r"^\$ turncache plan (.*)$", README, re.MULTILINE)
+
+
+def test_commands_of_the_page_run_as_printed(
+    turncache: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a recording, and the profile that the command before them writes."""
+    recording(tmp_path)
+    (tmp_path / "profile.toml").write_text(dump_profile(prior("qwen3-8b")))
+    monkeypatch.chdir(tmp_path)
+    assert len(PLANS) == 2
+    for words in PLANS:
+        ran = turncache("plan", *words.split(), "--no-search")
+        assert ran.code == 0, ran.err
+    assert (tmp_path / "plan.html").exists()
 
 
 @pytest.mark.parametrize(
