@@ -34,7 +34,6 @@ from turncache_server.connector.config import (
     engine_facts,
 )
 from turncache_server.connector.costs import PullCosts, prefill_work
-from turncache_server.cost_profile import load_profile
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.fingerprint import engine_fingerprint
 from turncache_server.connector.metrics import Reporter, TurncacheStats
@@ -50,6 +49,7 @@ from turncache_server.connector.worker import (
     TurncacheMetadata,
     WorkerReport,
 )
+from turncache_server.cost_profile import load_profile
 
 logger = logging.getLogger(__name__)
 
