@@ -35,6 +35,10 @@ SCHEMA: Final = f"{NAME}/1"
 #: Where a profile's numbers come from.
 CALIBRATED: Final = "calibrated"
 PRIOR: Final = "prior"
+#: Of loads from a host tier, which nobody has measured: a latency, and bytes per second of one
+#: accelerator.
+ASSUMED_LOAD_LATENCY_S: Final = 0.01
+ASSUMED_LOAD_BYTES_PER_S: Final = 25e9
 #: A threshold beyond this means that pulling does not pay.
 _LONGEST: Final = 1 << 22
 
@@ -85,8 +89,8 @@ class CostProfile:
         attended_tokens: most tokens that one attends to, 0 for all.
         pull_latency_s: per pull, None where engines do not pull.
         pull_token_s: per pulled token, likewise.
-        load_latency_s: per load from a host tier.
-        load_token_s: per token loaded from there.
+        load_latency_s: per load from a host tier; assumed, as everywhere.
+        load_token_s: per token loaded from there, likewise.
         decode_token_s: per token of an answer.
         kv_token_bytes: KV of a token over all ranks, 0 when unknown.
         block_tokens: of a KV block.

@@ -79,7 +79,9 @@ def test_a_wrong_command_line_is_refused(turncache: Run, arguments: Sequence[str
 
 
 @pytest.mark.parametrize(
-    "verb", ["serve", "flags", "router", "mode", "stats", "report", "doctor"], ids=str
+    "verb",
+    ["serve", "flags", "router", "mode", "stats", "report", "doctor", "plan", "calibrate"],
+    ids=str,
 )
 def test_every_verb_has_help_and_json(turncache: Run, verb: str) -> None:
     """Help names the verb's options, and every verb speaks JSON."""

@@ -23,7 +23,7 @@ from turncache_tools.bench.probe import Probed, probe
 from turncache_tools.bench.stack import Places, Stack
 from turncache_tools.bench.statistics import quantile
 from turncache_tools.bench.urls import base_url
-from turncache_tools.calibrate.fit import Facts, Sample, fit_profile, median_error
+from turncache_tools.calibrate.fit import Facts, fit_profile, median_error
 from turncache_tools.calibrate.measure import Measured, Measurement
 from turncache_tools.control import TIMEOUT_S, SecretFile, control_addresses, fleet_keys
 from turncache_tools.figure import SCHEMA, Figure
@@ -273,7 +273,7 @@ class _Run:
             decode_token_s=quantile(measured.between_s, 0.5) if measured.between_s else 0.0,
             engines=engines,
             accelerators=self._accelerators,
-            kv_token_bytes=_kv_bytes(measured.samples, before, after),
+            kv_token_bytes=_kv_bytes(measured.moved_tokens, before, after),
             block_tokens=blocks[0] if blocks else 16,
             pool_tokens=pools[0] if pools else None,
             decode_pool_tokens=pools[1] if len(pools) > 1 else None,
@@ -317,16 +317,12 @@ def _cache(metrics: str) -> dict[str, int]:
     return {}
 
 
-def _kv_bytes(measured: Sequence[Sample], before: Sequence[str], after: Sequence[str]) -> int:
-    """Return bytes per token, by what the engines say they have transferred; 0 when unknown.
-
-    Warm-up calls are transferred as well and not counted as tokens: it is an upper estimate.
-    """
+def _kv_bytes(tokens: int, before: Sequence[str], after: Sequence[str]) -> int:
+    """Return bytes per token, by what the engines say they have transferred; 0 when unknown."""
     moved = added(
         difference(read_counters(one), read_counters(other))
         for one, other in zip(before, after, strict=True)
     ).get("transfer_bytes", 0.0)
-    tokens = sum(sample.returned + sample.handed for sample in measured)
     return round(moved / tokens) if tokens else 0
 
 

@@ -19,7 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from turncache_server.cost_profile import CALIBRATED, CostProfile, ProfilePoint
+from turncache_server.cost_profile import (
+    ASSUMED_LOAD_BYTES_PER_S,
+    ASSUMED_LOAD_LATENCY_S,
+    CALIBRATED,
+    CostProfile,
+    ProfilePoint,
+)
 from turncache_tools.bench.statistics import quantile
 
 COLD: Final = "cold"
@@ -106,6 +112,8 @@ def fit_profile(samples: Sequence[Sample], facts: Facts) -> CostProfile:
         prefill_pair_s=prefill_pair_s,
         pull_latency_s=pull[0] if pulled else None,
         pull_token_s=pull[1] if pulled else None,
+        load_latency_s=ASSUMED_LOAD_LATENCY_S,
+        load_token_s=facts.kv_token_bytes / (ASSUMED_LOAD_BYTES_PER_S * facts.accelerators),
         decode_token_s=facts.decode_token_s,
         kv_token_bytes=facts.kv_token_bytes,
         block_tokens=facts.block_tokens,

@@ -58,11 +58,13 @@ class Measured:
         samples: times to first token.
         between_s: mean times between tokens of long enough answers.
         skipped: lengths that would have taken too long.
+        moved_tokens: that went from engine to engine, warm-up included.
     """
 
     samples: tuple[Sample, ...]
     between_s: tuple[float, ...]
     skipped: tuple[int, ...]
+    moved_tokens: int
 
 
 @dataclass(slots=True)
@@ -94,13 +96,15 @@ class Measurement:
     _between_s: list[float] = field(default_factory=list)
     _reasons: dict[str, int] = field(default_factory=dict)
     _number: int = 0
+    _moved_tokens: int = 0
 
     async def run(self, lengths: Sequence[int]) -> Measured:
         """Measure prompts of these lengths, shortest first.
 
         Raises:
             NothingReturned: on a pair, when no call got anything back.
-            NotOurs: answers carry no outcome.
+                NotOurs: answers carry no outcome.
+            TurncacheError: an answer has no token.
         """
         await self._warm_up(lengths[0])
         skipped: Sequence[int] = ()
@@ -123,6 +127,7 @@ class Measurement:
             samples=tuple(self._samples),
             between_s=tuple(self._between_s),
             skipped=tuple(skipped),
+            moved_tokens=self._moved_tokens,
         )
 
     def _refuse(self) -> None:
@@ -203,8 +208,10 @@ class Measurement:
                 "answers carry no Turncache-Outcome: costs are told apart by what was found, "
                 "returned and computed, which only our stack says"
             )
+        handed = max(0, outcome.prompt - before)
+        self._moved_tokens += outcome.returned + handed
         if ttft_s is None:
-            return 0.0
+            raise TurncacheError("an answer without a token has no time to its first token")
         if kind != COLD:
             if kind == RETURNED and not outcome.returned:
                 reason = outcome.reason.value
@@ -217,7 +224,7 @@ class Measurement:
                 prompt=outcome.prompt,
                 local=outcome.local,
                 returned=outcome.returned,
-                handed=max(0, outcome.prompt - before),
+                handed=handed,
                 ttft_s=ttft_s,
             )
         )

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from turncache.errors import UsageError
-from turncache_server.cost_profile import PRIOR, CostProfile
-
-_LOAD_BYTES_PER_S: Final = 25e9
-_LOAD_LATENCY_S: Final = 0.01
+from turncache_server.cost_profile import (
+    ASSUMED_LOAD_BYTES_PER_S,
+    ASSUMED_LOAD_LATENCY_S,
+    PRIOR,
+    CostProfile,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +197,8 @@ def prior(name: str) -> CostProfile:
         attended_tokens=known.attended,
         pull_latency_s=known.pull_s[0],
         pull_token_s=known.pull_s[1],
-        load_latency_s=_LOAD_LATENCY_S,
-        load_token_s=known.kv_bytes / (_LOAD_BYTES_PER_S * known.accelerators),
+        load_latency_s=ASSUMED_LOAD_LATENCY_S,
+        load_token_s=known.kv_bytes / (ASSUMED_LOAD_BYTES_PER_S * known.accelerators),
         decode_token_s=known.decode_s,
         kv_token_bytes=known.kv_bytes,
         block_tokens=16,

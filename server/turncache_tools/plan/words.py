@@ -222,6 +222,8 @@ def notes(report: PlanReport) -> list[str]:
         f"Tool waits are expected wrong by up to {load.wait_error:g}{_TIMES}, users never.",
         f"Simulated, not measured; seed {load.seed}.",
     ]
+    if any(arm.arm.startswith("host") for arm in report.arms):
+        out.append("How fast a host tier is read is assumed: 25 GB/s per accelerator, and 10 ms.")
     if load.others_per_s:
         out.append(
             f"Beside them {load.others_per_s:g} ordinary calls per second of "
