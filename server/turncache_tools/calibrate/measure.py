@@ -103,7 +103,7 @@ class Measurement:
 
         Raises:
             NothingReturned: on a pair, when no call got anything back.
-                NotOurs: answers carry no outcome.
+            NotOurs: answers carry no outcome.
             TurncacheError: an answer has no token.
         """
         await self._warm_up(lengths[0])
