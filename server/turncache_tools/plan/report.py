@@ -13,7 +13,7 @@ from turncache_tools.bench.statistics import quantile, summary
 from turncache_tools.figure import SCHEMA as FIGURES_SCHEMA
 from turncache_tools.figure import Figure
 from turncache_tools.plan.load import Load, Rig, mean_context
-from turncache_tools.plan.simulator import Served, SimResult
+from turncache_tools.plan.served import Served, SimResult
 
 SCHEMA: Final = "turncache-plan/1"
 #: Calls that a report shows one by one.

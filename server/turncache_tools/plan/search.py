@@ -21,7 +21,8 @@ from turncache_tools.plan.report import (
     keeping_pool,
     thresholds,
 )
-from turncache_tools.plan.simulator import Served, SimResult, simulate
+from turncache_tools.plan.served import Served, SimResult
+from turncache_tools.plan.simulator import simulate
 
 #: Of what could be reused, what may be computed again while sessions are said to fit.
 FIT_LIMIT: Final = 0.1

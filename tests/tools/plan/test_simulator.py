@@ -21,7 +21,8 @@ from turncache_tools.bench.workload import (
 from turncache_tools.plan.load import Load, PlanArm, arms_for, rig_for
 from turncache_tools.plan.pools import DEFAULTS
 from turncache_tools.plan.priors import PRIORS, prior
-from turncache_tools.plan.simulator import Served, SimResult, simulate
+from turncache_tools.plan.served import Served, SimResult
+from turncache_tools.plan.simulator import simulate
 
 #: Round numbers, so that a person can follow.
 ROUND = CostProfile(
