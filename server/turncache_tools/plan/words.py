@@ -197,7 +197,7 @@ def _setting_lines(report: PlanReport) -> list[str]:
 def _remedy_lines(report: PlanReport) -> list[str]:
     best, gain = report.best, report.gain(report.best)
     if gain is None or best is report.off or gain < _LEAST_GAIN:
-        return ["Without turncache this load fits: an idle extension costs nothing, and gives it."]
+        return ["This load fits without turncache: there is nothing to set or to buy."]
     ranked = sorted(report.arms[1:], key=lambda arm: -(report.gain(arm) or 0.0))
     said = ", ".join(f"{arm.arm} {report.gain(arm) or 0:.2f}{_TIMES}" for arm in ranked)
     return [f"What each would give, mean TTFT of later calls, off over it: {said}."]
