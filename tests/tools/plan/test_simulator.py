@@ -77,7 +77,7 @@ def parts(each: Served) -> tuple[int, int, int]:
 TWO_CALLS = Workload(
     name="two",
     shared=160,
-    agents=(agent(CallSpec(new=800, answer=11), CallSpec(new=149, answer=1, wait_s=5.0)),),
+    agents=(agent(CallSpec(new=800, answer=16), CallSpec(new=144, answer=1, wait_s=5.0)),),
 )
 
 
@@ -87,8 +87,8 @@ def test_small_case_by_hand_on_one_engine() -> None:
     # 960 tokens: 0.1 + 0.096 host, 0.96 computing.
     assert first.ttft_s == pytest.approx(1.156)
     assert parts(first) == (0, 0, 960)
-    # Answered 10 tokens later; 970 tokens have KV, of which 60 blocks are whole.
-    assert second.arrived_s == pytest.approx(1.156 + 10 * 0.02 + 5)
+    # Answered 15 tokens later; all but the last token have KV: 60 whole blocks, not 61.
+    assert second.arrived_s == pytest.approx(1.156 + 15 * 0.02 + 5)
     assert parts(second) == (960, 0, 160)
     assert second.prompt == 1120
     assert second.ttft_s == pytest.approx(0.1 + 0.112 + 0.160)
@@ -116,6 +116,16 @@ def test_small_case_by_hand_on_a_pair(
     _, second = run(LONG_ANSWER, arm(**PAIR_ARMS[name]), decode_pool=100_000).served
     assert parts(second) == found
     assert second.ttft_s == pytest.approx(seconds)
+
+
+def test_coarse_units_do_not_give_prefill_an_answer() -> None:
+    """An answer that is shorter than a unit is decode's alone; lengths are exact all the same."""
+    calls = CallSpec(new=960, answer=40), CallSpec(new=160, answer=1)
+    work = Workload(name="coarse", shared=0, agents=(agent(*calls),))
+    _, second = run(work, arm(), decode_pool=100_000, unit=160).served
+    assert parts(second) == (960, 0, 200)
+    _, alone = run(work, arm(), unit=160).served
+    assert parts(alone) == (992, 0, 168)
 
 
 def test_what_is_missed_is_returned_or_computed() -> None:
