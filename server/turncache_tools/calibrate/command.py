@@ -17,7 +17,8 @@ from turncache_tools.bench.statistics import quantile
 from turncache_tools.bench.urls import base_url
 from turncache_tools.calibrate import words
 from turncache_tools.calibrate.fit import median_error
-from turncache_tools.calibrate.run import LEAST_LENGTHS, Calibration
+from turncache_tools.calibrate.measure import LEAST_LENGTHS
+from turncache_tools.calibrate.run import Calibration
 from turncache_tools.control import SecretFile, control_addresses, fleet_keys
 from turncache_tools.figure import SCHEMA
 from turncache_tools.shell import OK, progress, write, write_json, write_table
@@ -58,7 +59,7 @@ def calibrate(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Of every measurement; medians count.")] = 3,
     most_seconds: Annotated[
-        float, typer.Option(help="No longer prompts once a cold one takes as long.")
+        float, typer.Option(help="No longer prompts once a cold one takes as long, but three.")
     ] = 10.0,
     returns: Annotated[
         bool,

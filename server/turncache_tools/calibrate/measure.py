@@ -19,6 +19,8 @@ from turncache_tools.bench.client import Asked
 from turncache_tools.bench.texts import Tokens, answer_message, result_messages, text
 from turncache_tools.calibrate.fit import CACHED, COLD, RETURNED, Sample
 
+#: Fewer lengths do not tell costs apart.
+LEAST_LENGTHS: Final = 3
 _SYSTEM_TOKENS: Final = 32
 #: An answer that is shorter than the fewest tokens worth a pull.
 _SHORT_ANSWER: Final = 32
@@ -78,7 +80,8 @@ class Measurement:
         nonce: of this start of the program.
         pair: prefill and decode are apart, and returns are measured.
         repeats: of every point.
-        most_s: a length whose first cold call takes longer is the last one.
+        most_s: a length with a slower cold call is the last one, if it is the third or a later
+            one.
         say: told of progress.
         sleep: waits for seconds.
     """
@@ -113,7 +116,7 @@ class Measurement:
             for _ in range(self.repeats):
                 slowest_s = max(slowest_s, await self._point(length))
             self.say(f"{length:,} tokens measured: cold {slowest_s:.2f} s")
-            if slowest_s > self.most_s:
+            if slowest_s > self.most_s and place + 1 >= LEAST_LENGTHS:
                 skipped = lengths[place + 1 :]
                 break
         if self.pair and self.empty is None:

@@ -20,13 +20,11 @@ from turncache_tools.bench.probe import Probed, probe
 from turncache_tools.bench.stack import Places, Stack
 from turncache_tools.bench.statistics import quantile
 from turncache_tools.calibrate.fit import Facts, fit_profile
-from turncache_tools.calibrate.measure import Ask, Measured, Measurement
+from turncache_tools.calibrate.measure import LEAST_LENGTHS, Ask, Measured, Measurement
 from turncache_tools.control import TIMEOUT_S
 
 #: Lengths that are measured as far as the model's context and patience go.
 _LENGTHS: Final = tuple(256 * 2**power for power in range(10))
-#: Fewer lengths do not tell costs apart.
-LEAST_LENGTHS: Final = 3
 #: What an answer, a second call and the template add to a length, as a share and in tokens.
 _MORE_SHARE, _MORE_TOKENS = 0.125, 700
 

@@ -103,7 +103,7 @@ class Simulated:
         self.resets += 1
         self.prefill.clear()
 
-    def measured(self, *, reset: bool, repeats: int = 2) -> Measured:
+    def measured(self, *, reset: bool, repeats: int = 2, most_s: float = 60.0) -> Measured:
         """Measure this stack."""
 
         async def at_once(_: float) -> None:
@@ -116,7 +116,7 @@ class Simulated:
             nonce="n",
             pair=True,
             repeats=repeats,
-            most_s=60.0,
+            most_s=most_s,
             say=lambda _: None,
             sleep=at_once,
         )
@@ -146,6 +146,13 @@ def test_one_slow_repetition_changes_little() -> None:
     found = fit_profile(stack.measured(reset=True, repeats=3).samples, FACTS)
     assert median_error(found) < 0.02
     assert max(point.spread for point in found.points) > 1
+
+
+def test_a_slow_machine_is_measured_with_few_lengths() -> None:
+    """Patience ends it, but not before costs can be told apart."""
+    measured = Simulated().measured(reset=True, most_s=0.0)
+    assert measured.skipped == (2048, 4096)
+    assert {sample.size for sample in measured.samples} == {256, 512, 1024}
 
 
 def test_a_noisy_machine_is_refused() -> None:
