@@ -5,6 +5,8 @@ that the rule prevents within reach.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,8 @@ from turncache.protocol import Reason
 from turncache_server.connector import turncache_connector
 from turncache_server.connector.peers import PeerState
 from turncache_server.control.messages import Peek
+from turncache_server.cost_profile import CALIBRATED, dump_profile
+from turncache_tools.plan.priors import prior
 
 
 @pytest.fixture
@@ -444,3 +448,24 @@ def test_a_source_that_does_not_answer_costs_one_deadline(held: World) -> None:
     assert (record.returned, record.reason) == (0, Reason.SOURCE_GONE)
     for engine in (prefill, decode):
         engine.assert_no_leak()
+
+
+def test_rule_8_costs_of_a_profile_decide_from_the_first_call_on(
+    held: World, tmp_path: Path
+) -> None:
+    """An engine that has measured nothing yet pulls; with a profile it knows that it is dearer."""
+    profile = replace(prior("qwen3-8b"), source=CALIBRATED, pull_token_s=1.0)
+    (tmp_path / "profile.toml").write_text(dump_profile(profile))
+    prompt = tokens(40 * BLOCK + 2)
+    for named in ({}, {"cost_profile": str(tmp_path / "profile.toml")}):
+        names = (f"prefill-{len(named)}", f"decode-{len(named)}")
+        extra = {"turncache": {"trust_hints": True, **named}}
+        transfer = {"kv_connector_extra_config": extra}
+        prefill = Engine(held, names[0], peers=[names[1]], transfer=transfer)
+        decode = Engine(held, names[1], peers=[names[0]])
+        held.hold = False
+        decode.call("warm", prompt, session="s")
+        prefill.call("r", prompt, session="s", source=names[1])
+        assert (prefill.record("r").reason is Reason.DEARER) is bool(named)
+        for engine in (prefill, decode):
+            engine.assert_no_leak()
