@@ -1,12 +1,43 @@
-"""Sources that break one rule each; the soak has to notice."""
+"""The rules of the design switched off, one each; the twin has to notice every one of them.
+
+A mutant is done to an engine before anything has happened. Rules that the source keeps are
+broken in a source of its own; the others in the reader or in vLLM's fence.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, Final
+
+from tests.builders import Engine
 from turncache_server.connector.source import GROUP_SUFFIX, Source, holders
 from turncache_server.control.messages import Verify, VerifyReply
 
+Mutant = Callable[[Engine], None]
 
-class NoEpochInVerify(Source):
+
+class _OneByOne(Source):
+    """Looks at every hash by :meth:`_written`, which its subclasses break."""
+
+    def _named(self, hashes: list[bytes]) -> tuple[list[int], list[int]]:
+        found = list(itertools.takewhile(bool, map(self._written, hashes)))
+        return [each[0] for each in found if each], [each[1] for each in found if each]
+
+
+class _NoMark(_OneByOne):
+    """Takes a hash for written KV: vLLM lists a block before its forward pass."""
+
+    def _written(self, chain_hash: bytes) -> tuple[int, int] | None:
+        key = chain_hash + GROUP_SUFFIX
+        for block in holders(self._map, key):
+            if block.block_hash == key:
+                return block.block_id, self._ledger.epoch[block.block_id]
+        return None
+
+
+class _NoEpoch(Source):
     """Confirms by hash alone: a block that was handed out and filled anew passes."""
 
     def verify(self, question: Verify) -> VerifyReply:
@@ -20,12 +51,73 @@ class NoEpochInVerify(Source):
         return VerifyReply(start_id=self.start_id, generation=generation, valid=valid)
 
 
-class NoMark(Source):
-    """Takes a hash for written KV: vLLM lists a block before its forward pass."""
+class _FlagBeforeEpoch(_OneByOne):
+    """Reads whether a block is marked first and its epoch afterwards."""
 
     def _written(self, chain_hash: bytes) -> tuple[int, int] | None:
         key = chain_hash + GROUP_SUFFIX
         for block in holders(self._map, key):
-            if block.block_hash == key:
+            epoch = self._ledger.readable_epoch(block.block_id)
+            if epoch is not None and block.block_hash == key:
                 return block.block_id, self._ledger.epoch[block.block_id]
         return None
+
+
+def _with_source(kind: type[Source]) -> Mutant:
+    def mutate(engine: Engine) -> None:
+        # The same tables, read in another way.
+        engine.extension.source.__class__ = kind
+
+    return mutate
+
+
+def _failed_reads_are_read_again(engine: Engine) -> None:
+    pulls = engine.pulls
+    failed = pulls._failed
+
+    def again(pull: Any, now_s: float) -> None:
+        attempts = pull.attempts
+        failed(pull, now_s)
+        pull.attempts = attempts - 1
+        pulls._rest_until_s.clear()
+
+    pulls._failed = again
+
+
+def _no_fence(engine: Engine) -> None:
+    engine.scheduler.defer_block_free = False
+
+
+def _abandoned_blocks_go_to_others(engine: Engine) -> None:
+    engine.connector.connector_scheduler._abandon = lambda *_: None
+
+
+def _nothing_is_verified(engine: Engine) -> None:
+    engine.pulls._verified = lambda pull, _: len(pull.blocks)
+
+
+def _an_abort_forgets_the_pull(engine: Engine) -> None:
+    pulls = engine.pulls
+    ended = pulls.ended
+
+    def forget(request_id: str) -> Any:
+        pull = ended(request_id)
+        pulls._pulls.pop(request_id, None)
+        return pull
+
+    pulls.ended = forget
+
+
+#: By name: what is switched off.
+MUTANTS: Final = MappingProxyType(
+    {
+        "rule-1-no-mark": _with_source(_NoMark),
+        "rule-2-failed-reads-again": _failed_reads_are_read_again,
+        "rule-3-no-fence": _no_fence,
+        "rule-4-abandoned-blocks-free": _abandoned_blocks_go_to_others,
+        "rule-5-nothing-verified": _nothing_is_verified,
+        "rule-5-abort-forgets": _an_abort_forgets_the_pull,
+        "epoch-not-verified": _with_source(_NoEpoch),
+        "flag-before-epoch": _with_source(_FlagBeforeEpoch),
+    }
+)

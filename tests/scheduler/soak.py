@@ -93,10 +93,12 @@ class Soak:
 
     Args:
         seed: of everything.
-        mutant: a source that breaks one rule, None for the real one.
+        mutant: switches one rule off in an engine, None for the real ones.
     """
 
-    def __init__(self, seed: int, *, mutant: type[Source] | None = None) -> None:
+    def __init__(
+        self, seed: int, *, mutant: Callable[[Engine], None] | None = None
+    ) -> None:
         self.random = random.Random(seed)
         self.world = World(seed=seed, hold=True)
         self.events = Events()
@@ -123,16 +125,18 @@ class Soak:
         self.longest = (num_blocks - 3 if self.tight else num_blocks // 2) * BLOCK
         self._inside: str | None = None
         for engine in self.engines:
-            self._instrument(engine, mutant)
+            self._instrument(engine)
+            if mutant is not None:
+                mutant(engine)
         shared = self._new_tokens(3 * BLOCK)
         self.agents = [Agent(f"s{i}", list(shared) if i % 2 else []) for i in range(5)]
         self.hot = [self._new_tokens(self.longest - BLOCK) for _ in range(2)]
 
     # --- the control thread between two instructions of the engine thread --------------------
 
-    def _instrument(self, engine: Engine, mutant: type[Source] | None) -> None:
+    def _instrument(self, engine: Engine) -> None:
         extension = engine.extension
-        extension.source = (mutant or Source)(
+        extension.source = Source(
             engine.pool,
             _TornLedger(extension.ledger, lambda: self._interrupted(engine)),  # type: ignore[arg-type]
             extension.mailbox,

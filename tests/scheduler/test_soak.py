@@ -5,20 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import WrongKV
-from tests.scheduler.mutants import NoEpochInVerify, NoMark
-from tests.scheduler.soak import Soak
-from turncache_server.connector.source import Source
-
-EVENTS = 600
-
-
-def run(seed: int, mutant: type[Source] | None = None) -> None:
-    """Run one seed to its end."""
-    soak = Soak(seed, mutant=mutant)
-    try:
-        soak.run(EVENTS)
-    finally:
-        soak.world.close()
+from tests.scheduler.twin import run
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -29,10 +16,10 @@ def test_nothing_is_ever_computed_wrong(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("mutant", "seed"),
-    [(NoEpochInVerify, 5), (NoEpochInVerify, 13), (NoMark, 273), (NoMark, 1377)],
+    [("epoch-not-verified", 5), ("epoch-not-verified", 13)],
 )
-def test_a_source_that_breaks_a_rule_is_noticed(mutant: type[Source], seed: int) -> None:
-    """With the epoch or the mark left out, the same events end in wrong KV."""
+def test_a_rule_that_is_switched_off_is_noticed(mutant: str, seed: int) -> None:
+    """Without a rule the same events end in wrong KV."""
     with pytest.raises(WrongKV):
         run(seed, mutant)
     run(seed)

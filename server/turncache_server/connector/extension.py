@@ -150,6 +150,7 @@ class Extension:
         self._block_map: Any = None
         self._stock_queue_type: type | None = None
         self._calls: dict[str, _Call] = {}
+        self._in_flight: set[str] = set()
         self._failed_loads: set[str] = set()
         self._ranked_at_s = float("-inf")
         self._on_mode: list[Callable[[Mode], None]] = []
@@ -231,6 +232,7 @@ class Extension:
         self.broken = why
         self.mode = self.requested_mode = Mode.OFF
         self._recording = None
+        self._in_flight.clear()
         self.ledger.in_order = False
         logger.error("turncache: off, the engine runs as stock: %s", why)
         if self._queue is not None and self._stock_queue_type is not None:
@@ -244,6 +246,7 @@ class Extension:
     @guarded
     def arrived(self, request: Any) -> EngineHints | None:
         """Admit a request; returns its hints when it belongs to a session."""
+        self._in_flight.add(request.request_id)
         self._drain()
         hints = self.hints_of(request)
         if self._recording is not None:
@@ -351,9 +354,10 @@ class Extension:
     @guarded
     def step_processed(self) -> None:
         """Mark what the oldest scheduled step has written (``take_events``)."""
-        failed, self._failed_loads = self._failed_loads, set()
         was_in_order = self.ledger.in_order
-        self.ledger.processed(failed=failed)
+        self.ledger.processed(failed=self._failed_loads)
+        if self._failed_loads:
+            self._failed_loads = set()
         if was_in_order and not self.ledger.in_order:
             logger.error("turncache: steps came back out of order: this engine is no source")
         if self._recording is not None:
@@ -363,6 +367,7 @@ class Extension:
     @guarded
     def finished(self, request: Any, block_ids: list[int], pull: Pull | None) -> None:
         """Keep an answered call's blocks wanted; called before vLLM frees them."""
+        self._in_flight.discard(request.request_id)
         call = self._calls.pop(request.request_id, None)
         if call is None:
             self._write_down(request, block_ids, None, None)
@@ -470,6 +475,10 @@ class Extension:
         self._drain()
 
     def _drain(self) -> None:
+        if self.mailbox.commands:
+            self._obey()
+
+    def _obey(self) -> None:
         for command in self.mailbox.drain():
             if isinstance(command, Promote):
                 self._promote(command)
@@ -553,7 +562,12 @@ class Extension:
     @property
     def num_calls(self) -> int:
         """Calls in flight, of any session or none."""
-        return len(self._calls)
+        return len(self._in_flight)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call is in flight."""
+        return not self._in_flight
 
     def gauges(self) -> dict[str, float]:
         """Return the present state in numbers."""

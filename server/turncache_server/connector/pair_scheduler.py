@@ -456,7 +456,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         """Keep the call's blocks wanted; only a stock hand-over delays their freeing."""
         pull = self._pulls.ended(request.request_id)
         self.extension.finished(request, list(block_ids[0]), pull)
-        self._reporter.hurry()
+        self._reporter.hurry(last=self.extension.idle)
         if request.request_id not in self._stock:
             return False, None
         self._stock.discard(request.request_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -29,6 +29,8 @@ from turncache_server.connector.versions import settings_for
 from turncache_server.control.server import ControlServer
 
 logger = logging.getLogger(__name__)
+
+_NOTHING: Final = KVConnectorMetadata()
 
 
 class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
@@ -106,7 +108,7 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
         """Note the step's writes; there is nothing to tell the workers."""
         if self._extension is not None:
             self._extension.step_scheduled(scheduler_output)
-        return KVConnectorMetadata()
+        return _NOTHING
 
     def take_events(self) -> Iterable[Any]:
         """Mark what the oldest step has written; called once per processed step."""
@@ -127,10 +129,9 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep the call's blocks wanted; never delay their freeing."""
-        if self._extension is not None:
+        if self._extension is not None and self._reporter is not None:
             self._extension.finished(request, block_ids, None)
-        if self._reporter is not None:
-            self._reporter.hurry()
+            self._reporter.hurry(last=self._extension.idle)
         return False, None
 
     def request_finished_all_groups(

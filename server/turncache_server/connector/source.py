@@ -83,15 +83,7 @@ class Source:
     def peek(self, question: Peek) -> PeekReply:
         """Name the longest written prefix of a hash chain, and keep it a little longer."""
         generation = self.generation()
-        block_ids: list[int] = []
-        epochs: list[int] = []
-        if self._serving():
-            for chain_hash in question.hashes:
-                found = self._written(chain_hash)
-                if found is None:
-                    break
-                block_ids.append(found[0])
-                epochs.append(found[1])
+        block_ids, epochs = self._named(question.hashes) if self._serving() else ([], [])
         if block_ids:
             self._mailbox.post(Promote(tuple(block_ids), tuple(epochs), generation))
         return PeekReply(
@@ -101,6 +93,35 @@ class Source:
             epochs=epochs,
             known=self._known_blocks(question.session, question.hashes),
         )
+
+    def _named(self, hashes: list[bytes]) -> tuple[list[int], list[int]]:
+        """Return the blocks of the longest written prefix, and their epochs.
+
+        The engine thread waits for the interpreter meanwhile, so the usual case (one block
+        holds the hash) is :meth:`_written` without its calls, in the same order of reads.
+        """
+        block_ids: list[int] = []
+        epochs: list[int] = []
+        listed = self._map._cache  # noqa: SLF001 - as in holders
+        epoch, written = self._ledger.epoch, self._ledger.written
+        for chain_hash in hashes:
+            key = chain_hash + GROUP_SUFFIX
+            block = listed.get(key)
+            if block is None:
+                break
+            if isinstance(block, dict):
+                found = self._written(chain_hash)
+                if found is None:
+                    break
+                block_id, at = found
+            else:
+                block_id = block.block_id
+                at = epoch[block_id]
+                if written[block_id] != at or block.block_hash != key:
+                    break
+            block_ids.append(block_id)
+            epochs.append(at)
+        return (block_ids, epochs) if self._ledger.in_order else ([], [])
 
     def _written(self, chain_hash: bytes) -> tuple[int, int] | None:
         key = chain_hash + GROUP_SUFFIX

@@ -2,12 +2,32 @@
 
 vLLM hands the connector each step's new blocks; resolving a whole table at every decode
 step would cost its length, so the tables are kept here and only appended to.
+
+This runs in every step for every request, calls that have nothing to do with us included. A
+decode step mostly writes on in a block that its request has begun and does not fill. Nothing
+can be marked there, so such a write is not worth a word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(slots=True)
+class _Progress:
+    """One request's blocks, and how far it has written.
+
+    Attributes:
+        table: block ids in the order of their tokens.
+        end: position behind its last write.
+        full: position behind the last slot of the block that it has begun.
+    """
+
+    table: list[int]
+    end: int = -1
+    full: int = -1
 
 
 class StepTracker:
@@ -19,51 +39,67 @@ class StepTracker:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._tables: dict[str, list[int]] = {}
+        self._requests: dict[str, _Progress] = {}
 
     def __len__(self) -> int:
-        return len(self._tables)
+        return len(self._requests)
 
     def writes(self, scheduler_output: Any) -> list[tuple[str, int, bool]]:
-        """List (request id, block id, step fills the block) for every block written.
+        """List (request id, block id, step fills the block) for the blocks that are written.
+
+        Left out is a block in which its request goes on where its last step ended, and which
+        it does not fill.
 
         A request whose table is unknown or too short (a scheduler that hands blocks out
         in another way than the tested one) raises LookupError.
         """
         out: list[tuple[str, int, bool]] = []
-        scheduled = scheduler_output.num_scheduled_tokens
+        scheduled, requests = scheduler_output.num_scheduled_tokens, self._requests
         for new in scheduler_output.scheduled_new_reqs:
-            self._tables[new.req_id] = list(new.block_ids[0])
-            self._add(out, new.req_id, new.num_computed_tokens, scheduled[new.req_id])
+            progress = requests[new.req_id] = _Progress(list(new.block_ids[0]))
+            start = new.num_computed_tokens
+            self._add(out, new.req_id, progress, start, start + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            blocks = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
-                self._tables[request_id] = list(blocks[0]) if blocks else []
+        resumed = cached.resumed_req_ids
+        for request_id, blocks, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            progress = requests[request_id]
+            if resumed and request_id in resumed:
+                progress.table, progress.end = list(blocks[0]) if blocks else [], -1
             elif blocks:
-                self._tables[request_id].extend(blocks[0])
-            self._add(out, request_id, cached.num_computed_tokens[index], scheduled[request_id])
+                progress.table.extend(blocks[0])
+            end = start + scheduled[request_id]
+            if end < progress.full and start == progress.end:
+                progress.end = end
+            else:
+                self._add(out, request_id, progress, start, end)
         for request_id in scheduler_output.finished_req_ids:
             # An id can be finished and scheduled anew in one step.
             if request_id not in scheduled:
-                self._tables.pop(request_id, None)
+                requests.pop(request_id, None)
         return out
 
     def users(self, block_ids: Collection[int]) -> set[str]:
         """Return the requests that have any of these blocks in their table."""
         return {
             request_id
-            for request_id, table in self._tables.items()
-            if not set(block_ids).isdisjoint(table)
+            for request_id, progress in self._requests.items()
+            if not set(block_ids).isdisjoint(progress.table)
         }
 
     def _add(
-        self, out: list[tuple[str, int, bool]], request_id: str, start: int, count: int
+        self,
+        out: list[tuple[str, int, bool]],
+        request_id: str,
+        progress: _Progress,
+        start: int,
+        end: int,
     ) -> None:
-        size = self._block_size
-        table = self._tables[request_id]
-        end = start + count
+        size, table = self._block_size, progress.table
+        last = (end - 1) // size
+        progress.end, progress.full = end, (last + 1) * size
         out.extend(
             (request_id, table[index], (index + 1) * size <= end)
-            for index in range(start // size, (end - 1) // size + 1)
+            for index in range(start // size, last + 1)
         )

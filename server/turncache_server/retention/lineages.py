@@ -34,6 +34,7 @@ from turncache_server.retention.ranking import least_valuable_first
 from turncache_server.retention.registry import Registry, continues, longest, superseded
 from turncache_server.retention.sessions import KeptSession, Lineage, Session, view_of
 from turncache_server.retention.values import (
+    NO_EFFECT,
     Admission,
     ChainBlock,
     Effect,
@@ -279,7 +280,9 @@ class LineageTable:
     # --- time and pressure --------------------------------------------------------------------
 
     def expire(self, now_s: float) -> Effect:
-        """Let go what is due; cheap when nothing is."""
+        """Let go what is due; next to nothing when nothing is wanted or waited for."""
+        if not (self.board.num_wanted or self._deadlines or self._owed):
+            return NO_EFFECT
         return self._settle(_Change(), now_s)
 
     def wants(self, block_id: int, epoch: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class ChainBlock(NamedTuple):
@@ -111,6 +111,9 @@ class Effect:
     clipped: str | None = None
     clipped_blocks: int = 0
     superseded: bool = False
+
+
+NO_EFFECT: Final = Effect()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

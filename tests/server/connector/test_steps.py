@@ -36,6 +36,16 @@ def test_a_step_writes_the_blocks_of_its_tokens(
     assert found == [("r", block, fills) for block, fills in writes]
 
 
+def test_going_on_in_a_block_is_left_out() -> None:
+    """Only where a request begins, fills or rewrites a block is there anything to note."""
+    tracker = StepTracker(4)
+    tracker.writes(step(new={"r": ([10], 0, 1)}))
+    assert tracker.writes(step(cached={"r": ([], 1, 2)})) == []
+    assert tracker.writes(step(cached={"r": ([], 2, 1)})) == [("r", 10, False)], "written again"
+    assert tracker.writes(step(cached={"r": ([], 3, 1)})) == [("r", 10, True)]
+    assert tracker.writes(step(cached={"r": ([11], 4, 1)})) == [("r", 11, False)]
+
+
 def test_an_unknown_request_is_an_error() -> None:
     """A scheduler that works in another way than the tested one is noticed."""
     with pytest.raises(LookupError):
@@ -70,6 +80,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.next_block = 0
         self.tables: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
+        self.begun: dict[str, int] = {}
         self.preempted: set[str] = set()
         self.ended: set[str] = set()
         self.started = 0
@@ -119,7 +130,9 @@ class TrackerMachine(RuleBasedStateMachine):
             for position in range(start, start + count):
                 block = self.tables[request_id][position // 4]
                 last = (position // 4 + 1) * 4 <= start + count
-                expected.add((request_id, block, last))
+                if last or self.begun.get(request_id) != block:
+                    expected.add((request_id, block, last))
+            self.begun[request_id] = self.tables[request_id][(start + count - 1) // 4]
             self.computed[request_id] = start + count
         assert set(found) == expected
         assert len(found) == len(expected), "each block once"

@@ -1,0 +1,170 @@
+"""What the extension costs the engine: scheduler steps per second, against vLLM without us.
+
+``python -m tests.perf.bench_steps [--pairs 20]``
+
+vLLM's real scheduler and our real connector on a fake executor: the forward pass costs
+nothing, so what is left is what the engine's process itself does. Arms run alternately in
+one process on the same load; CPU seconds of the whole process are measured, so threads of
+ours count and the ghost's own process does not. The requests are made beforehand. The median
+of the pairs' ratios is held against the limit; calls with sessions are printed for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from tests import builders
+from tests.builders import Engine, tokens, world
+from tests.perf.figures import Figure, show, write
+from turncache.protocol import EngineHints
+
+#: The builders read it at every use; the tests' own is smaller than an engine's.
+builders.BLOCK = 16
+LIMITS: Final = {"on": 0.98, "observe": 0.97}
+NUM_BLOCKS: Final = 4000
+MAX_MODEL_LEN: Final = 4096
+CALLS: Final = 150
+CONCURRENT: Final = 16
+
+#: A call: (conversation, prompt, tokens to sample).
+Call = tuple[int, list[int], int]
+
+
+def load(seed: int) -> list[Call]:
+    """Calls of twelve conversations."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(200, 1000) for _ in range(12)]
+    calls = []
+    for _ in range(CALLS):
+        chat = draw.randrange(len(lengths))
+        lengths[chat] = min(lengths[chat] + draw.randint(20, 200), MAX_MODEL_LEN - 200)
+        prompt = tokens(lengths[chat], start=17 * chat)
+        calls.append((chat, prompt, draw.randint(20, 120)))
+    return calls
+
+
+def requests(engine: Engine, calls: list[Call], *, tagged: bool) -> list[Request]:
+    """Make vLLM's requests of some calls."""
+    made = []
+    for number, (chat, prompt, answer) in enumerate(calls):
+        request_id = f"{len(calls)}-{number}"
+        hints = EngineHints(session=f"chat-{chat}", request=request_id).to_xargs()
+        made.append(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                sampling_params=SamplingParams(
+                    max_tokens=answer, ignore_eos=True, extra_args=hints if tagged else None
+                ),
+                pooling_params=None,
+                block_hasher=engine._hasher,
+            )
+        )
+    return made
+
+
+def serve(engine: Engine, waiting: list[Request]) -> int:
+    """Serve all requests, some at a time; returns the number of steps."""
+    scheduler = engine.scheduler
+    running: list[Request] = []
+    waiting.reverse()
+    for steps in itertools.count():
+        if not waiting and not running:
+            return steps
+        while waiting and len(running) < CONCURRENT:
+            running.append(waiting.pop())
+            scheduler.add_request(running[-1])
+        scheduled = scheduler.schedule()
+        sampled = {
+            request_id: [] if scheduler.requests[request_id].is_prefill_chunk else [7]
+            for request_id in scheduled.num_scheduled_tokens
+        }
+        scheduler.update_from_output(
+            scheduled,
+            ModelRunnerOutput(
+                req_ids=list(sampled),
+                req_id_to_index={r: i for i, r in enumerate(sampled)},
+                sampled_token_ids=list(sampled.values()),
+            ),
+        )
+        running = [request for request in running if not request.is_finished()]
+    raise AssertionError("unreachable")
+
+
+def speed(mode: str | None, calls: list[Call], *, tagged: bool) -> float:
+    """Return the steps per CPU second of one run; None is vLLM without us."""
+    with world() as made:
+        engine = Engine(
+            made,
+            connector=None if mode is None else "ClockedRetention",
+            settings={} if mode is None else {"mode": mode},
+            num_blocks=NUM_BLOCKS,
+            max_model_len=MAX_MODEL_LEN,
+            max_requests=CONCURRENT,
+            batched_tokens=2048,
+        )
+        if mode is not None:
+            engine.extension._clock = time.monotonic
+            engine.connector._reporter._clock = time.monotonic
+        # All arms alike. Until the ghost's process has started, nothing is handed over.
+        serve(engine, requests(engine, calls[:2], tagged=tagged))
+        time.sleep(2.5 if mode == "observe" else 0.1)
+        waiting = requests(engine, calls, tagged=tagged)
+        gc.collect()
+        gc.freeze()
+        began_s = time.process_time()
+        steps = serve(engine, waiting)
+        cpu_s = time.process_time() - began_s
+        gc.unfreeze()
+        if mode == "observe":
+            assert engine.extension.gauges()["observing"] == 1
+            assert engine.extension.counters()["observed_dropped_events"] == 0
+        return steps / cpu_s
+
+
+def compare(num_pairs: int) -> Iterator[Figure]:
+    """Yield one figure per mode and kind of load."""
+    for tagged in (False, True):
+        found: dict[str | None, list[float]] = {None: [], "on": [], "observe": []}
+        for number in range(num_pairs):
+            calls = load(number)
+            order = list(found) if number % 2 else list(reversed(found))
+            for mode in order:
+                found[mode].append(speed(mode, calls, tagged=tagged))
+        for mode in LIMITS:
+            ratios = [a / b for a, b in zip(found[mode], found[None], strict=True)]
+            ratio = statistics.median(ratios)
+            load_name = "sessions" if tagged else "no hints"
+            yield Figure(
+                figure=f"{load_name}, mode {mode}, against vLLM without us",
+                unit="steps/s",
+                value=statistics.median(found[mode]),
+                baseline=statistics.median(found[None]),
+                limit=None if tagged else LIMITS[mode],
+                held=ratio,
+                at_least=True,
+            )
+
+
+def main() -> int:
+    """Measure, print and write; returns 1 when a mode costs more than it may."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pairs", type=int, default=20)
+    options = parser.parse_args()
+    return write("steps", show(compare(options.pairs)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
