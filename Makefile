@@ -67,9 +67,23 @@ test-foreign: setup ## the client inside other frameworks, in environments of th
 test: lint test-fast test-openai test-foreign test-scheduler test-engine ## everything that CI runs
 
 .PHONY: perf-engine
-perf-engine: setup-engine ## traces against LRU and clairvoyance; the free queue against vLLM's own
+perf-engine: setup-engine ## free queue, steps/s, peeks, traces: against vLLM, LRU and clairvoyance
 	@$(ENGINE) -m tests.perf.bench_traces
 	@$(ENGINE) tests/perf/bench_free_queue.py
+	@$(ENGINE) -m tests.perf.bench_steps
+	@$(ENGINE) -m tests.perf.bench_peek
+
+.PHONY: perf-engine-pair
+perf-engine-pair: models ## what is kept, returned and handed over, on real engines (PERF="kept")
+	@$(ENGINE) -m tests.perf.bench_engines $(PERF)
+
+.PHONY: twin
+twin: setup-engine ## two schedulers that pull from each other, at random (TWIN_STEPS=1000000)
+	@$(ENGINE) -m tests.scheduler.twin --steps $(or $(TWIN_STEPS),1000000) 2>/dev/null
+
+.PHONY: soak
+soak: models ## random agents on a real pair that is frozen, killed and switched (SOAK_S=480)
+	@$(ENGINE) -m tests.engine.soak --seconds $(or $(SOAK_S),480)
 
 .PHONY: perf-client
 perf-client: setup ## time the client against the stock one

@@ -32,7 +32,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 # Set before vLLM is imported, which reads them once.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -52,6 +52,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -59,6 +65,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import TransferResult
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -69,8 +76,9 @@ from turncache_server.connector.peers import Peer, PeerState
 from turncache_server.connector.retention_connector import RetentionConnector
 from turncache_server.connector.source import Source
 from turncache_server.connector.turncache_connector import TurncacheConnector
-from turncache_server.connector.worker import TurncacheMetadata, TurncacheWorker, WorkerReport
+from turncache_server.connector.worker import TurncacheMetadata, TurncacheWorker
 from turncache_server.control.messages import HelloReply, Peek, PeekReply, Verify, VerifyReply
+from turncache_server.launch.transfer import merge
 
 #: How long answers over real sockets are waited for: a busy machine is slow, not wrong.
 _SOCKETS_PATIENCE_S = 20.0
@@ -496,6 +504,71 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         """Saves nothing."""
 
 
+#: What vLLM's offloading connector gives a block on the host, by its own alignment.
+_HOST_BLOCK_BYTES: Final = 4096
+
+
+class HostCopies:
+    """Stands for the copies between a rank's memory and the host that vLLM starts on a GPU.
+
+    A copy happens as late as it may: when it is waited for, or a step after it was ordered.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._host: dict[int, list[int]] = {}
+        self._ordered: dict[int, Callable[[], None]] = {}
+        self._new: set[int] = set()
+        self._done: list[int] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Order a copy to the host."""
+
+        def copy() -> None:
+            for block_id, place in zip(src_spec.block_ids, dst_spec.block_ids, strict=True):
+                self._host[int(place)] = list(self._memory.slots[int(block_id)])
+
+        return self._order(job_id, copy)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Order a copy from the host."""
+
+        def copy() -> None:
+            for place, block_id in zip(src_spec.block_ids, dst_spec.block_ids, strict=True):
+                self._memory.slots[int(block_id)][:] = self._host[int(place)]
+
+        return self._order(job_id, copy)
+
+    def _order(self, job_id: int, copy: Callable[[], None]) -> bool:
+        self._ordered[job_id] = copy
+        self._new.add(job_id)
+        return True
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Copy now."""
+        for job_id in sorted(job_ids & set(self._ordered)):
+            self._ordered.pop(job_id)()
+            self._done.append(job_id)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Copy what was ordered a step ago, and report."""
+        new, self._new = self._new, set()
+        self.wait(set(self._ordered) - new)
+        done, self._done = self._done, []
+        return [TransferResult(job_id=job_id, success=True) for job_id in done]
+
+
+def _host_tier(memory: Memory) -> OffloadingConnectorWorker:
+    """Make vLLM's own worker side of offloading, over copies of ours."""
+    spec = SimpleNamespace(
+        replicated_layout=False,
+        config=SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=0)),
+    )
+    worker = OffloadingConnectorWorker(spec, None, None)  # type: ignore[arg-type]
+    worker.worker = HostCopies(memory)  # type: ignore[assignment]
+    return worker
+
+
 # --- peers without sockets ---------------------------------------------------------------
 
 
@@ -649,6 +722,8 @@ class Engine:
         num_blocks: blocks in the pool.
         async_scheduling: two steps in flight.
         sibling: put ours into a ``MultiConnector``, before a :class:`Sibling`.
+        host_blocks: put ours into a ``MultiConnector``, behind vLLM's own offloading connector
+            with room for so many blocks on the host, as ``turncache flags --merge`` does.
         engine_args: for :func:`make_config`.
     """
 
@@ -665,9 +740,11 @@ class Engine:
         num_blocks: int = 64,
         async_scheduling: bool = False,
         sibling: bool = False,
+        host_blocks: int = 0,
         **engine_args: Any,
     ) -> None:
         self._sibling = sibling
+        self._host_blocks = host_blocks
         self.world = world
         self.name = name
         self.num_blocks = num_blocks
@@ -675,6 +752,7 @@ class Engine:
         self.peers = None if peers is None else DirectPeers(world, peers)
         self.memories = [Memory(num_blocks) for _ in range(num_ranks)]
         self.workers = [WiredWorker(world, m, r) for r, m in enumerate(self.memories)]
+        self._host_tiers = [_host_tier(memory) for memory in self.memories]
         self.flights: deque[Flight] = deque()
         #: What answers said of held KV, by request.
         self.said: dict[str, dict[str, Any]] = {}
@@ -736,6 +814,8 @@ class Engine:
                 "kv_recompute_threshold": 0,
             },
         }
+        if self._host_blocks:
+            return self._beside_offloading({**base, **changes})
         if not self._sibling:
             return KVTransferConfig(**{**base, **changes})
         del base["engine_id"]
@@ -752,6 +832,18 @@ class Engine:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"connectors": children},
         )
+
+    def _beside_offloading(self, ours: dict[str, Any]) -> KVTransferConfig:
+        offloading = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "engine_id": self.name,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": self._host_blocks * _HOST_BLOCK_BYTES
+            },
+        }
+        return KVTransferConfig(**merge(offloading, ours))
 
     def close(self) -> None:
         """Close sockets and threads."""
@@ -910,6 +1002,7 @@ class Engine:
 
     def execute(self, flight: Flight) -> None:
         """Run the forward pass of the oldest step that has not run, and the workers' hooks."""
+        self._run_host_tiers(flight.scheduled)
         synchronous = flight.scheduled.has_sync_kv_loads
         if synchronous:
             self._load_for_siblings(flight.scheduled)
@@ -985,13 +1078,13 @@ class Engine:
         if isinstance(metadata, MultiKVConnectorMetadata):
             children = list(metadata.metadata)
         output = KVConnectorOutput(finished_recving=set(), failed_recving=set())
-        reports: list[WorkerReport | None] = []
+        reports: list[Any] = []
+        assert output.finished_recving is not None
         for child in children:
-            report = None
+            report: Any = None
             if isinstance(child, TurncacheMetadata):
                 worker.start_load_kv(child)
                 results = worker.get_transfer_results()
-                assert output.finished_recving is not None
                 output.finished_recving |= results.finished_recving
                 output.finished_sending = results.finished_sending
                 output.failed_recving |= results.failed_recving
@@ -999,12 +1092,25 @@ class Engine:
                 report = worker.take_report()
             if isinstance(child, SiblingLoads):
                 self._report_siblings(output)
+            if isinstance(child, OffloadingConnectorMetadata):
+                tier = self._host_tiers[self.workers.index(worker)]
+                output.finished_recving |= tier.get_finished(set())[1]
+                report = tier.build_connector_worker_meta()
             reports.append(report)
         if len(children) == 1:
             output.kv_connector_worker_meta = reports[0]
         elif any(report is not None for report in reports):
             output.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(tuple(reports))
         return output
+
+    def _run_host_tiers(self, scheduled: Any) -> None:
+        """Start copies to and from the host, before the forward pass as vLLM does."""
+        for child in getattr(scheduled.kv_connector_metadata, "metadata", ()):
+            if isinstance(child, OffloadingConnectorMetadata):
+                for tier in self._host_tiers:
+                    tier.handle_preemptions(child)
+                    tier.start_kv_transfers(child)
+                    tier.prepare_store_kv(child)
 
     def _report_siblings(self, output: KVConnectorOutput) -> None:
         """Report finished asynchronous loads, and the blocks that did not arrive."""

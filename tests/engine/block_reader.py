@@ -43,6 +43,23 @@ class BlockReader:
             digests[block_id] = digest.hexdigest()
         return digests
 
+    def block_values(self, block_ids: str) -> dict[str, list[float]]:
+        """Return some numbers of every named block: a few elements of each layer's slots.
+
+        Args:
+            block_ids: decimal numbers with commas between.
+        """
+        num_blocks = self.cache_config.num_gpu_blocks
+        values: dict[str, list[float]] = {}
+        for block_id in block_ids.split(","):
+            found: list[float] = []
+            for layer in self.model_runner.kv_caches:
+                (axis,) = (at for at, size in enumerate(layer.shape) if size == num_blocks)
+                flat = layer.select(axis, int(block_id)).flatten()
+                found += [float(value) for value in flat[:: max(1, flat.numel() // 61)]]
+            values[block_id] = found
+        return values
+
 
 def chain_hashes(tokens: Sequence[int], salt: str, block_size: int) -> list[bytes]:
     """Return the hashes of a prompt's full blocks, as vLLM's scheduler computes them."""

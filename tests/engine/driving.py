@@ -18,6 +18,7 @@ import openai
 
 import turncache
 from turncache import Outcome
+from turncache.errors import EngineFault
 from turncache.protocol import FINAL_HEADER, OUTCOME_HEADER, SESSION_HEADER
 from turncache_server.control.client import ControlClient, switch_mode
 from turncache_server.control.messages import (
@@ -105,9 +106,11 @@ class Driver:
         )
         return _answer(result, lambda: turncache.outcome(result), stream=stream)
 
-    def recomputed(self, messages: Sequence[dict[str, Any]], *, max_tokens: int = 24) -> Answer:
+    def recomputed(
+        self, messages: Sequence[dict[str, Any]], *, salt: str | None = None, max_tokens: int = 24
+    ) -> Answer:
         """Make the same call as a stranger: stock client, no session, another salt."""
-        arguments = self._arguments(messages, uuid.uuid4().hex, max_tokens, stream=True)
+        arguments = self._arguments(messages, salt or uuid.uuid4().hex, max_tokens, stream=True)
         raw = self.stock.chat.completions.with_raw_response.create(**arguments)
         header = raw.headers["Turncache-Outcome"]
         answer = _answer(raw.parse(), lambda: Outcome.from_header(header), stream=True)
@@ -220,6 +223,16 @@ class Driver:
         assert status == 200, reply
         (digests,) = reply["results"]
         return [digests[block_id] for block_id in ids]
+
+    def block_values(self, name: str, block_ids: Sequence[int]) -> list[list[float]]:
+        """Return some numbers of each of an engine's blocks, in order."""
+        ids = [str(block_id) for block_id in block_ids]
+        body = {"method": "block_values", "args": [",".join(ids)]}
+        status, reply = self.post(f"{self.engine(name).url}/collective_rpc", body)
+        if status != 200:
+            raise EngineFault(name, f"/collective_rpc answered {status}: {reply}")
+        (values,) = reply["results"]
+        return [values[block_id] for block_id in ids]
 
     def settle(self, name: str, gauge: str, value: float, *, timeout_s: float = 20.0) -> float:
         """Wait until a gauge has a value, stepping the engine; returns the last reading."""

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput

@@ -96,9 +96,7 @@ class Soak:
         mutant: switches one rule off in an engine, None for the real ones.
     """
 
-    def __init__(
-        self, seed: int, *, mutant: Callable[[Engine], None] | None = None
-    ) -> None:
+    def __init__(self, seed: int, *, mutant: Callable[[Engine], None] | None = None) -> None:
         self.random = random.Random(seed)
         self.world = World(seed=seed, hold=True)
         self.events = Events()

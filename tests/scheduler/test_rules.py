@@ -14,6 +14,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.builders import BLOCK, Engine, World, pair, reading, tokens, world
+from tests.scheduler.mutants import MUTANTS
 from turncache.errors import ConfigError, EngineFault
 from turncache.protocol import Reason
 from turncache_server.connector import turncache_connector
@@ -89,10 +90,19 @@ def test_a_host_buffer_that_nobody_fills_is_refused(monkeypatch: pytest.MonkeyPa
     assert caught.value.setting == "kv_buffer_device"
 
 
-def test_rule_3_reads_never_land_in_blocks_that_a_step_still_writes(held: World) -> None:
-    """An aborted request's blocks are the first to be reused; its step may still be writing."""
-    kwargs: dict[str, Any] = {"async_scheduling": True, "num_blocks": 40, "batched_tokens": 128}
+@pytest.mark.parametrize("mutant", [None, "rule-3-no-fence"])
+def test_rule_3_reads_never_land_in_blocks_that_a_step_still_writes(
+    mutant: str | None, held: World
+) -> None:
+    """An aborted request's blocks are the first to be reused; its step may still be writing.
+
+    Without the fence the very same events let it.
+    """
+    # So full that the read has to take blocks of the request that has left.
+    kwargs: dict[str, Any] = {"async_scheduling": True, "num_blocks": 36, "batched_tokens": 128}
     prefill, decode = pair(held, **kwargs)
+    if mutant is not None:
+        MUTANTS[mutant](prefill)
     decode.call("warm", tokens(34), session="s")
     victim = prefill.add("victim", tokens(120, start=3))
     flight = prefill.schedule()
@@ -100,14 +110,18 @@ def test_rule_3_reads_never_land_in_blocks_that_a_step_still_writes(held: World)
     prefill.abort("victim")
     assert victim.is_finished()
     request = prefill.add("r", tokens(34), session="s", source="decode-0")
-    while not held.transfers and len(prefill.flights) < 2:
-        prefill.schedule()
-        for question in list(prefill.peers.questions if prefill.peers else ()):
-            prefill.peers.deliver(question)  # type: ignore[union-attr]
-    for scheduled in list(prefill.flights)[1:]:
-        reads = scheduled.scheduled.kv_connector_metadata.reqs_to_recv
-        for meta in reads.values():
-            assert not written & set(meta.local_block_ids[0])
+    for question in list(prefill.peers.questions if prefill.peers else ()):
+        prefill.peers.deliver(question)  # type: ignore[union-attr]
+    prefill.schedule()
+    read_into = {
+        block_id
+        for later in list(prefill.flights)[1:]
+        for meta in later.scheduled.kv_connector_metadata.reqs_to_recv.values()
+        for block_id in meta.local_block_ids[0]
+    }
+    assert bool(written & read_into) == (mutant is not None)
+    if mutant is not None:
+        return
     held.hold = False
     prefill.run(request.is_finished)
     assert prefill.record("r").returned == 32

@@ -16,10 +16,26 @@ def test_nothing_is_ever_computed_wrong(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("mutant", "seed"),
-    [("epoch-not-verified", 5), ("epoch-not-verified", 13)],
+    [
+        ("rule-1-no-mark", 216),
+        ("rule-4-abandoned-blocks-free", 91),
+        ("rule-5-nothing-verified", 0),
+        ("epoch-not-verified", 5),
+        ("epoch-not-verified", 13),
+    ],
 )
-def test_a_rule_that_is_switched_off_is_noticed(mutant: str, seed: int) -> None:
-    """Without a rule the same events end in wrong KV."""
+def test_a_rule_that_is_switched_off_ends_in_wrong_kv(mutant: str, seed: int) -> None:
+    """Each rule of the verified pull that keeps content right, by events that need it."""
     with pytest.raises(WrongKV):
+        run(seed, mutant)
+    run(seed)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "seed"), [("rule-2-failed-reads-again", 12), ("rule-5-abort-forgets", 3)]
+)
+def test_a_rule_that_is_switched_off_ends_in_a_stuck_request(mutant: str, seed: int) -> None:
+    """Likewise for what keeps requests and blocks from being parked for ever."""
+    with pytest.raises(AssertionError, match="is stuck"):
         run(seed, mutant)
     run(seed)

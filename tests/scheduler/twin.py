@@ -47,7 +47,7 @@ def main() -> int:
     while steps < options.steps and not (options.stop and failing):
         try:
             events.add(run(seed, options.mutant))
-        except Exception as error:  # a mutant may fail in any way
+        except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
             failing[seed] = f"{type(error).__name__}: {error}"[:200]
             print(f"seed {seed}: {failing[seed]}", flush=True)
         seed, steps = seed + 1, steps + EVENTS_PER_SEED

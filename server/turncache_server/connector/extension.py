@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 from turncache.errors import ConfigError
@@ -330,11 +330,27 @@ class Extension:
                 "turncache: a sibling connector loads KV synchronously: this engine is no source"
             )
         self.ledger.schedule(self._tracker.writes(scheduler_output))
+        if self._calls:
+            self._note_siblings(scheduler_output.scheduled_new_reqs)
         self._tick()
         if self._recording is not None:
             self._recording.step_scheduled(
                 scheduler_output.total_num_scheduled_tokens, self._clock()
             )
+
+    def _note_siblings(self, new_requests: Any) -> None:
+        """Count what a sibling connector has loaded as found in this engine: a host tier's."""
+        for new in new_requests:
+            call = self._calls.get(new.req_id)
+            if call is None or call.record is None:
+                continue
+            record = call.record
+            loaded = new.num_computed_tokens - record.local - record.returned
+            if loaded > 0:
+                lost = max(0, record.lost - loaded)
+                found = Reason.OK if record.reason is Reason.EVICTED and not lost else record.reason
+                call.record = replace(record, local=record.local + loaded, lost=lost, reason=found)
+                self.book.put(call.hints.request, call.record)
 
     @guarded
     def loads_failed(self, request_ids: set[str]) -> None:
@@ -508,8 +524,7 @@ class Extension:
             return
         if command.generation != self.source.generation_seen:
             return
-        for block_id, epoch in zip(command.block_ids, command.epochs, strict=True):
-            self._queue.promote(block_id, epoch)
+        self._queue.promote(command.block_ids, command.epochs)
 
     def _switch(self, mode: Mode) -> None:
         if self.broken is not None or mode is self.mode:

@@ -7,9 +7,10 @@ the same epoch, so an equal epoch after the read means that nothing was written 
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 from turncache_server.control.messages import Peek, PeekReply, Verify, VerifyReply
 from turncache_server.retention.ledger import Ledger
@@ -17,6 +18,11 @@ from turncache_server.retention.mailbox import HandedOver, Mailbox, Promote
 
 #: vLLM packs the KV cache group into the key; one group means group 0.
 GROUP_SUFFIX: Final = (0).to_bytes(4, "big")
+#: Hashes to look at in one go: less than a millisecond.
+SLICE: Final = 1024
+BREATH_S: Final = 1e-4
+
+T = TypeVar("T")
 
 
 def holders(block_map: Any, key: bytes) -> Iterator[Any]:
@@ -35,6 +41,18 @@ def holders(block_map: Any, key: bytes) -> Iterator[Any]:
             return
     else:
         yield entry
+
+
+def _unhurried(items: Sequence[T]) -> Iterator[T]:
+    """Yield items, with a breath after so many: the engine thread wants the interpreter too.
+
+    It would wait for up to five milliseconds (Python's switch interval), and long prompts are
+    asked about for that long. A breath of no length would not let it in.
+    """
+    for start in range(0, len(items), SLICE):
+        if start:
+            time.sleep(BREATH_S)
+        yield from items[start : start + SLICE]
 
 
 class Source:
@@ -97,14 +115,14 @@ class Source:
     def _named(self, hashes: list[bytes]) -> tuple[list[int], list[int]]:
         """Return the blocks of the longest written prefix, and their epochs.
 
-        The engine thread waits for the interpreter meanwhile, so the usual case (one block
-        holds the hash) is :meth:`_written` without its calls, in the same order of reads.
+        The usual case (one block holds the hash) is :meth:`_written` without its calls, in the
+        same order of reads.
         """
         block_ids: list[int] = []
         epochs: list[int] = []
         listed = self._map._cache  # noqa: SLF001 - as in holders
         epoch, written = self._ledger.epoch, self._ledger.written
-        for chain_hash in hashes:
+        for chain_hash in _unhurried(hashes):
             key = chain_hash + GROUP_SUFFIX
             block = listed.get(key)
             if block is None:
@@ -141,9 +159,8 @@ class Source:
             and self._serving()
         ):
             epoch, blocks = self._ledger.epoch, self._pool.blocks
-            for block_id, was, chain_hash in zip(
-                question.block_ids, question.epochs, question.hashes, strict=True
-            ):
+            claims = zip(question.block_ids, question.epochs, question.hashes, strict=True)
+            for block_id, was, chain_hash in _unhurried(list(claims)):
                 if not 0 <= block_id < len(epoch) or epoch[block_id] != was:
                     break
                 if blocks[block_id].block_hash != chain_hash + GROUP_SUFFIX:

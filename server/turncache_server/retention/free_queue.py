@@ -333,10 +333,17 @@ class FreeQueue:
         self._link_front([block for block in blocks if block.block_id in dead])
         self._link_back([block for block in blocks if block.block_id not in dead])
 
-    def promote(self, block_id: int, epoch: int) -> None:
-        """Move a block to the valuable end of its shelf, if retained at that epoch."""
-        if self.is_retained(block_id) and self._epoch[block_id] == epoch:
-            self._shelves.promote(self._blocks[block_id])
+    def promote(self, block_ids: Sequence[int], epochs: Sequence[int]) -> None:
+        """Move blocks to the valuable ends of their shelves, where retained at these epochs."""
+        blocks, epoch = self._blocks, self._epoch
+        # A long prompt is peeked at as a whole, and this is the engine's time.
+        for block_id, at in zip(block_ids, epochs, strict=True):
+            block = blocks[block_id]
+            if epoch[block_id] == at and block is not None and block.next_free_block is None:
+                shelf = block.prev_free_block
+                if shelf is not None:
+                    shelf.promoted.add(block_id)
+                    shelf.settled = False
 
     def rank(self, victims: Sequence[int]) -> None:
         """Set the order of lineages for the next choices, least valuable first.

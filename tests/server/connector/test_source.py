@@ -309,6 +309,10 @@ def torn(engine: Engine) -> tuple[Torn, Torn]:
 class BoolFirst(Source):
     """The obvious way: a written flag, then the epoch. Kept to show that the test can fail."""
 
+    def _named(self, hashes: list[bytes]) -> tuple[list[int], list[int]]:
+        found = [each for each in map(self._written, hashes) if each is not None]
+        return [each[0] for each in found], [each[1] for each in found]
+
     def _written(self, chain_hash: bytes) -> tuple[int, int] | None:
         key = chain_hash + bytes(4)
         for block in holders(self._map, key):

@@ -178,7 +178,7 @@ def test_blocks_that_are_not_free_are_left_alone(pool: Pool) -> None:
     """Whether a block is free is what the queue itself did, not what others count."""
     ids = pool.pop(2)
     pool.queue.reclassify([0, *ids])
-    pool.queue.promote(ids[0], pool.ledger.epoch[ids[0]])
+    pool.queue.promote([ids[0]], [pool.ledger.epoch[ids[0]]])
     assert not any(pool.queue.is_free(i) for i in (0, *ids))
     assert pool.queue.num_free_blocks == 7
 
@@ -241,10 +241,7 @@ def test_promoted_blocks_are_the_last_of_their_shelf(pool: Pool) -> None:
     """Among themselves the tail still goes first; a stale epoch promotes nothing."""
     pool.serve("s", "abcd", pool.pop(4))
     epoch = pool.ledger.epoch[1]
-    for block_id in (3, 4):
-        pool.queue.promote(block_id, epoch)
-    pool.queue.promote(2, epoch - 1)
-    pool.queue.promote(9, 0)
+    pool.queue.promote([3, 2, 4, 9], [epoch, epoch - 1, epoch, 0])
     assert pool.order() == [5, 6, 7, 8, 9, 2, 1, 4, 3]
     pool.queue.reclassify([1, 2, 3, 4])
     assert pool.pop(9) == [5, 6, 7, 8, 9, 2, 1, 4, 3]
