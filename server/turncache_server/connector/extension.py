@@ -196,6 +196,7 @@ class Extension:
                 ledger=self.ledger,
                 table=self.table,
                 before_choice=self._before_choice,
+                pending=self.mailbox.commands,
             )
         except ValueError as error:
             self.break_off(f"the pool's queue cannot be taken over: {error}")

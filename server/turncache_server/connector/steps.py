@@ -40,6 +40,9 @@ class StepTracker:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._requests: dict[str, _Progress] = {}
+        # Of the requests that went on in the last step: mostly they are the same again.
+        self._row_ids: list[str] = []
+        self._row: list[_Progress] = []
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -60,16 +63,20 @@ class StepTracker:
             start = new.num_computed_tokens
             self._add(out, new.req_id, progress, start, start + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
+        if scheduler_output.scheduled_new_reqs or cached.req_ids != self._row_ids:
+            self._row_ids = list(cached.req_ids)
+            self._row = [requests[request_id] for request_id in self._row_ids]
+        # Of a step of decode alone the counts need not be looked up.
+        all_one = len(scheduled) == scheduler_output.total_num_scheduled_tokens
         resumed = cached.resumed_req_ids
-        for request_id, blocks, start in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        for progress, request_id, blocks, start in zip(
+            self._row, self._row_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            progress = requests[request_id]
             if resumed and request_id in resumed:
                 progress.table, progress.end = list(blocks[0]) if blocks else [], -1
             elif blocks:
                 progress.table.extend(blocks[0])
-            end = start + scheduled[request_id]
+            end = start + 1 if all_one else start + scheduled[request_id]
             if end < progress.full and start == progress.end:
                 progress.end = end
             else:
@@ -78,6 +85,7 @@ class StepTracker:
             # An id can be finished and scheduled anew in one step.
             if request_id not in scheduled:
                 requests.pop(request_id, None)
+                self._row_ids, self._row = [], []
         return out
 
     def users(self, block_ids: Collection[int]) -> set[str]:
