@@ -85,6 +85,10 @@ twin: setup-engine ## two schedulers that pull from each other, at random (TWIN_
 soak: models ## random agents on a real pair that is frozen, killed and switched (SOAK_S=480)
 	@$(ENGINE) -m tests.engine.soak --seconds $(or $(SOAK_S),480)
 
+.PHONY: drain
+drain: models ## drain and restart every engine of two real pairs in turn, under load
+	@$(ENGINE) -m tests.engine.drain
+
 .PHONY: perf-client
 perf-client: setup ## time the client against the stock one
 	@$(PY) tests/perf/bench_client.py

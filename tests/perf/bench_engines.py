@@ -262,7 +262,7 @@ def kept(rounds: int = 2) -> Iterator[Figure]:
 RETURN_TOKENS: Final = 4000
 
 
-def returned(rounds: int = 8) -> Iterator[Figure]:
+def returned(rounds: int = 5) -> Iterator[Figure]:
     """Yield the time to first token of returns against a warm local cache."""
     found: dict[str, list[float]] = {"return": [], "local": []}
     blocks = {"prefill": 200, "decode": 800}
@@ -318,7 +318,7 @@ def one_return(caller: Pair, flood: Callable[[], None] | None) -> float:
 # --- streams -----------------------------------------------------------------------------
 
 STREAMS: Final = 4
-MEASURED_S: Final = 25.0
+MEASURED_S: Final = 20.0
 HANDED_OVER_TOKENS: Final = 1000
 
 

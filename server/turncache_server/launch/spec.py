@@ -293,3 +293,11 @@ class StackSpec:
                 raise ConfigError(
                     "engine_args", f"{flag} follows from {OWNED_FLAGS[flag]}: set that instead"
                 )
+            if flag.startswith("--kv-offloading-") and self.kind != "plain":
+                raise ConfigError(
+                    "engine_args",
+                    f"{flag} would put vLLM's offloading connector in the place of the one that "
+                    "is there; for both, leave it out and add the connector with turncache flags "
+                    '--merge \'{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
+                    '"kv_connector_extra_config": {"cpu_bytes_to_use": BYTES}}\'',
+                )

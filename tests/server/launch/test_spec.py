@@ -45,6 +45,7 @@ from turncache_server.launch.spec import OWNED_FLAGS, StackSpec
         ({"engine_args": ("--port", "1")}, "--port follows from the port settings"),
         ({"engine_args": ("--port=1",)}, "--port follows from the port settings"),
         ({"engine_args": ("--kv_transfer_config", "{}")}, "--kv-transfer-config follows from"),
+        ({"engine_args": ("--kv-offloading-size=4",)}, "turncache flags --merge"),
     ],
 )
 def test_a_specification_that_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
