@@ -48,6 +48,7 @@ from tests.engine.driving import (
     conversation,
     words,
 )
+from turncache import Outcome
 from turncache.errors import EngineFault
 from turncache_server.control.client import switch_mode
 from turncache_server.control.messages import Peek, PeekReply
@@ -249,23 +250,31 @@ class Agent:
             messages, session=session or self._session, salt=self._salt, max_tokens=max_tokens
         )
         self._seen.note("call", str(answer.outcome))
-        outcome = assert_adds_up(answer.outcome)
-        self._seen.counts["returned_tokens"] += outcome.returned
-        self._seen.counts["local_tokens"] += outcome.local
-        self._seen.counts["computed_tokens"] += outcome.computed
-        self._seen.counts[f"reason_{outcome.reason.value}"] += 1
-        salt = uuid.uuid4().hex
-        reference = self._recomputed(messages, salt, max_tokens)
+        if answer.outcome is None and self._weather.rough:
+            # The engine that could have told was away.
+            self._seen.note("no_outcome", self._name)
+        else:
+            self._count(assert_adds_up(answer.outcome))
+        reference, salt = self._recomputed(messages, max_tokens)
         self._seen.counts["ties"] += assert_same(answer, reference)
         if self._random.random() < 0.2 and modes == self._weather.modes:
             self._check_blocks(messages, salt)
         return answer
 
-    def _recomputed(self, messages: Messages, salt: str, max_tokens: int) -> Answer:
+    def _count(self, outcome: Outcome) -> None:
+        self._seen.counts["returned_tokens"] += outcome.returned
+        self._seen.counts["local_tokens"] += outcome.local
+        self._seen.counts["computed_tokens"] += outcome.computed
+        self._seen.counts[f"reason_{outcome.reason.value}"] += 1
+
+    def _recomputed(self, messages: Messages, max_tokens: int) -> tuple[Answer, str]:
+        """Return what a stranger gets, who shares nothing, and the salt of that call."""
         for _ in range(60):
+            # A new one for every try: one that has failed may have left something.
+            salt = uuid.uuid4().hex
             try:
-                return self._drive.recomputed(messages, salt=salt, max_tokens=max_tokens)
-            except openai.APIError:
+                return self._drive.recomputed(messages, salt=salt, max_tokens=max_tokens), salt
+            except (openai.APIError, KeyError):  # failed, or nobody could say its outcome
                 if not self._weather.rough:
                     raise
                 time.sleep(1)
