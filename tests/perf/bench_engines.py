@@ -310,8 +310,9 @@ def one_return(caller: Pair, flood: Callable[[], None] | None) -> float:
     again = caller.ask(history, session=session, salt=salt, final=True)
     outcome = again.outcome
     assert outcome is not None
-    came_back = outcome.local if flood is None else outcome.returned
-    assert came_back > reply.outcome.prompt - 2 * BLOCK, f"not what is measured: {outcome}"
+    found = outcome.local if flood is None else outcome.returned
+    whole = outcome.reused > reply.outcome.prompt - 2 * BLOCK and found > 0.8 * outcome.reused
+    assert whole, f"not what is measured: {outcome}"
     return again.tokens_s[0]
 
 
