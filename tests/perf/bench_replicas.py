@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import random
 import sys
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ class Load:
         refused: share of calls that the session's own decode engine refuses.
     """
 
-    num_calls: int = 2000
+    num_calls: int = 1000
     num_sessions: int = 60
     to_first: float = 0.8
     refused: float = 0.01
@@ -210,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to-first", type=float, default=Load().to_first)
     parser.add_argument("--refused", type=float, default=Load().refused)
     args = parser.parse_args(argv)
+    logging.disable(logging.WARNING)  # every refusal is one
     load = Load(num_calls=args.calls, to_first=args.to_first, refused=args.refused)
     counts = asyncio.run(measure(load))
     print(report(load, counts))
