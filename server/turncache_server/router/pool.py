@@ -202,6 +202,7 @@ class Pool:
     def _add(self, config: EngineConfig) -> _Engine:
         breaker = Breaker(self._config.breaker_failures, self._config.breaker_open_s)
         engine = self._engines[config.name] = _Engine(config, breaker)
+        self._upstream.meet(config.url)
         if config.control is not None:
             self._control.expect(config.control, config.engine_id)
         return engine
@@ -218,9 +219,11 @@ class Pool:
         if engine.num_calls or engine not in self._leaving:
             return
         self._leaving.remove(engine)
-        address = engine.config.control
-        others = (*self._engines.values(), *self._leaving)
-        if address is not None and all(other.config.control != address for other in others):
+        url, address = engine.config.url, engine.config.control
+        others = [other.config for other in (*self._engines.values(), *self._leaving)]
+        if all(other.url != url for other in others):
+            self._upstream.leave(url)
+        if address is not None and all(other.control != address for other in others):
             self._control.forget(address)
 
     def _find(self, name: str) -> _Engine:

@@ -136,6 +136,13 @@ class Nobody:
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
+        self.urls: set[str] = set()
+
+    def meet(self, url: str) -> None:
+        self.urls.add(url)
+
+    def leave(self, url: str) -> None:
+        self.urls.remove(url)
 
     async def get(
         self, engine: EngineConfig, path: str, *_: Any, timeout_s: float
@@ -218,6 +225,7 @@ async def against_a_model(steps: list[Any]) -> None:
             assert pool.config_of(name) == listed[name]
         known = {*listed.values(), *(held for held, _ in calls)}
         assert engines.names.keys() == {e.control for e in known}
+        assert engines.urls == {e.url for e in known}
         for name in "abcd":
             if all(e.name != name for e in known):
                 assert pool.control_of(name) is None
@@ -330,6 +338,8 @@ async def test_a_stream_outlives_the_engines_place_in_the_list(tmp_path: Path) -
             assert record["outcome"]["prompt"] > 0
             pool = running.router._services.pool
             await running.eventually(lambda: pool.control_of("a"), lambda known: known is None)
+            upstream = running.router._services.upstream
+            assert upstream._addresses.keys() == {b.url}
             # Its session goes on where it can.
             assert (await running.chat(session="s")).status_code == 200
             assert (len(a.seen), len(b.seen)) == (1, 2)
