@@ -105,6 +105,10 @@ perf-router: setup ## time the router against vllm-router (PERF="--long")
 perf-plan: setup ## the planner against published measurements, and its speed
 	@$(PY) -m tests.perf.bench_plan
 
+.PHONY: perf-router-replicas
+perf-router-replicas: setup ## two routers, same engines: agreement, and how often a source is unknown (PERF="--refused 0.05")
+	@$(PY) -m tests.perf.bench_replicas $(PERF)
+
 .PHONY: fuzz-router
 fuzz-router: setup ## 100,000 malformed and hostile requests against the router (FUZZ="--requests 1000")
 	@$(PY) -m tests.fuzz.router $(FUZZ)

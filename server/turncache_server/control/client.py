@@ -329,6 +329,16 @@ class AsyncControlClient:
             raise EngineFault(address, "the answer carries another number")
         return reply
 
+    def expect(self, address: str, engine_id: str) -> None:
+        """Mean this engine at an address: any other one there refuses."""
+        self._names[address] = engine_id
+
+    def forget(self, address: str) -> None:
+        """Close the connection to an address, which nobody will ask any more."""
+        self._names.pop(address, None)
+        if (peer := self._peers.get(address)) is not None:
+            self._drop(address, peer)
+
     async def close(self) -> None:
         """Close every socket and wait for the readers."""
         for peer in self._peers.values():

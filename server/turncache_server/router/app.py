@@ -23,6 +23,7 @@ from turncache_server.control.client import AsyncControlClient
 from turncache_server.router.apis import APIS
 from turncache_server.router.background import Background
 from turncache_server.router.config import RouterConfig, fleet_keys
+from turncache_server.router.engines_file import engines_followed
 from turncache_server.router.errors import SERVER_ERROR, ApiError
 from turncache_server.router.events import CallRefused, Events, Listener
 from turncache_server.router.following import Conversations
@@ -106,10 +107,7 @@ async def serving(
     engine_key = _engine_key(config)
     keys = fleet_keys(config)
     upstream = Upstream(config)
-    control = AsyncControlClient(
-        keys,
-        names={engine.control: engine.engine_id for engine in config.engines if engine.control},
-    )
+    control = AsyncControlClient(keys)
     services = Services(
         config=config,
         switches=Switches(return_enabled=config.return_enabled),
@@ -148,7 +146,8 @@ async def serving(
         router = Router(_url(runner, config), services)
         logger.info("router listens on %s", router.url)
         try:
-            yield router
+            async with engines_followed(config, services.pool, events):
+                yield router
         finally:
             services.switches.draining = True
             await site.stop()

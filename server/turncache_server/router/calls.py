@@ -70,6 +70,7 @@ class PlannedCall:
         self._overhead_s: float | None = None
         self._witness: EngineView | None = None
         self._question: asyncio.Task[Asked] | None = None
+        self._hold = services.pool.hold(view.name for view in (*plan.prefill, *plan.serve))
 
     async def run(self) -> web.StreamResponse:
         """Serve the call and return the answer, which has been sent."""
@@ -222,7 +223,7 @@ class PlannedCall:
 
     async def _ask(self, timeout_s: float) -> Asked:
         assert self._witness is not None
-        address = self._services.pool.config_of(self._witness.name).control
+        address = self._services.pool.control_of(self._witness.name)
         if address is None:
             return Asked()
         return await ask_outcome(
@@ -255,9 +256,12 @@ class PlannedCall:
 
     async def _settle(self) -> None:
         """Ask once more after the call: the counts of its admission may have changed."""
-        if not self._record.final:
-            limit_s = _SETTLE_PATIENCE * self._services.config.control_timeout_s
-            self._note(await self._ask(limit_s))
+        try:
+            if not self._record.final:
+                limit_s = _SETTLE_PATIENCE * self._services.config.control_timeout_s
+                self._note(await self._ask(limit_s))
+        finally:
+            self._hold.release()
         self._record.final = True
         if self._record.outcome is not None:
             self._services.events.emit(
@@ -296,5 +300,6 @@ class PlannedCall:
         )
         if self._witness is None:
             record.final = True
+            self._hold.release()
         else:
             self._services.background.spawn(self._settle(), "settle a call")

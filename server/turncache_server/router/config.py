@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from turncache.errors import ConfigError
+from turncache.errors import ConfigError, ProtocolError
 from turncache.protocol import check_session_id
 from turncache_server.control.addresses import check_address
 from turncache_server.control.keys import FleetKeys, read_fleet_keys
@@ -58,6 +58,7 @@ class RouterConfig:
     """
 
     engines: tuple[EngineConfig, ...]
+    engines_file: str = ""
     fleet_secret_file: str = ""
     keys_file: str = ""
     cache_salt: str = _word("tenant", "tenant", "session")
@@ -132,7 +133,33 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
     if bool(values.get("tls_cert_file")) is not bool(values.get("tls_key_file")):
         raise ConfigError("tls_key_file", "certificate and key belong together; set both")
     keyed = bool(values.get("fleet_secret_file"))
-    return RouterConfig(engines=_engines(data.get("engines"), keyed=keyed), **values)
+    if file := values.get("engines_file"):
+        if "engines" in data:
+            raise ConfigError(
+                "engines_file", "set beside [[engines]]; name the engines in one of them"
+            )
+        engines = read_engines(Path(file), keyed=keyed)
+    else:
+        engines = _engines(data.get("engines"), keyed=keyed)
+    return RouterConfig(engines=engines, **values)
+
+
+def read_engines(path: Path, *, keyed: bool) -> tuple[EngineConfig, ...]:
+    """Read the engines from a file of their own, which holds nothing else.
+
+    Args:
+        path: TOML with ``[[engines]]`` tables.
+        keyed: the fleet has a secret, so that control sockets may be beyond loopback.
+
+    Raises:
+        ConfigError: naming the file, and what is wrong with it.
+    """
+    try:
+        data = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+        _check_names("", data, {"engines": None})
+        return _engines(data.get("engines"), keyed=keyed)
+    except (OSError, ValueError, ConfigError, ProtocolError) as error:
+        raise ConfigError("engines_file", f"cannot use {str(path)!r}: {error}") from error
 
 
 def _check_names(prefix: str, data: Mapping[str, object], legal: Mapping[str, object]) -> None:

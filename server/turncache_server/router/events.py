@@ -160,6 +160,34 @@ class EngineDrains:
     draining: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLeft:
+    """An engine is no longer one of the fleet: it gets no new calls."""
+
+    engine: str
+    side: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesRead:
+    """The file of the engines was read.
+
+    Attributes:
+        joined: names of engines that are new, or have other settings.
+        left: names of engines that are gone, or had other settings.
+    """
+
+    joined: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesRefused:
+    """The file of the engines cannot be used; those before it stay."""
+
+    why: str
+
+
 Event = (
     CallRefused
     | CallStarted
@@ -172,6 +200,9 @@ Event = (
     | EngineChanged
     | EnginePulls
     | EngineDrains
+    | EngineLeft
+    | EnginesRead
+    | EnginesRefused
 )
 Listener = Callable[[Event], None]
 

@@ -9,6 +9,8 @@ from turncache_server.router.events import (
     EngineChanged,
     EngineDrains,
     EnginePulls,
+    EnginesRead,
+    EnginesRefused,
     Event,
     LegFailure,
     OutcomeKnown,
@@ -63,6 +65,14 @@ def log_event(event: Event) -> None:
                 event.side,
                 "drains: no session is placed on it" if event.draining else "drains no longer",
             )
+        case EnginesRead() if event.joined or event.left:
+            logger.info(
+                "the list of engines has changed: joined: %s; left: %s",
+                ", ".join(event.joined) or "none",
+                ", ".join(event.left) or "none",
+            )
+        case EnginesRefused():
+            logger.error("the engines in use stay: %s", event.why)
         case EngineChanged():
             logger.log(
                 logging.INFO if event.live else logging.WARNING,

@@ -15,7 +15,10 @@ from turncache_server.router.events import (
     CallRefused,
     CallStarted,
     EngineChanged,
+    EngineLeft,
     EnginePulls,
+    EnginesRead,
+    EnginesRefused,
     Event,
     LegFailure,
     OutcomeKnown,
@@ -126,6 +129,17 @@ class Metrics:
             ("engine", "side"),
             registry=registry,
         )
+        self._lists = Counter(
+            "turncache_router_engine_lists_total",
+            "States of engines_file that were read or refused.",
+            ("result",),
+            registry=registry,
+        )
+        self._list_refused = Gauge(
+            "turncache_router_engine_list_refused",
+            "Whether engines_file cannot be used at present, and the list before it stays.",
+            registry=registry,
+        )
         sessions = Gauge(
             "turncache_router_sessions", "Sessions in the router's table.", registry=registry
         )
@@ -151,10 +165,24 @@ class Metrics:
             case LegFailure():
                 retried = "yes" if event.retried else "no"
                 self._leg_failures.labels(event.side, event.kind, retried).inc()
+            case _:
+                self._fleet(event)
+
+    def _fleet(self, event: Event) -> None:
+        match event:
             case EngineChanged():
                 self._live.labels(event.engine, event.side).set(event.live)
             case EnginePulls():
                 self._pulls.labels(event.engine, event.side).set(event.pulls)
+            case EngineLeft():
+                for gauge in (self._live, self._pulls):
+                    gauge.remove(event.engine, event.side)
+            case EnginesRead():
+                self._lists.labels("read").inc()
+                self._list_refused.set(0)
+            case EnginesRefused():
+                self._lists.labels("refused").inc()
+                self._list_refused.set(1)
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

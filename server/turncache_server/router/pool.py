@@ -1,6 +1,8 @@
 """The engines: which are live, what they serve, whether they pull and whether they drain.
 
-Owner of that state. An engine is live when its last health check succeeded and its circuit
+Owner of that state, and of which engines there are. One that is taken off the list is in no
+snapshot any more, and known by name only until the calls that were planned with it have
+ended. An engine is live when its last health check succeeded and its circuit
 is closed. A connection that is refused counts as a failed health check, and starts the next
 one at once.
 """
@@ -9,22 +11,41 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 from turncache.errors import EngineFault
 from turncache_server.control.messages import ModeReply, SetMode
 from turncache_server.router.breaker import Breaker
 from turncache_server.router.config import EngineConfig, RouterConfig
 from turncache_server.router.errors import LegFailed
-from turncache_server.router.events import EngineChanged, EngineDrains, EnginePulls, Events
+from turncache_server.router.events import (
+    EngineChanged,
+    EngineDrains,
+    EngineLeft,
+    EnginePulls,
+    EnginesRead,
+    Events,
+)
 from turncache_server.router.outcomes import AsksControl
 from turncache_server.router.plan import EngineView, Snapshot
 from turncache_server.router.upstream import Upstream
 
 #: Shortest time between two questions for models because a client named an unknown one.
 _MODELS_REFRESH_S = 1.0
+
+
+class ControlsFleet(AsksControl, Protocol):
+    """The part of :class:`turncache_server.control.client.AsyncControlClient` used here."""
+
+    def expect(self, address: str, engine_id: str) -> None:
+        """Mean this engine at an address."""
+        ...
+
+    def forget(self, address: str) -> None:
+        """Close the connection to an address."""
+        ...
 
 
 class _Engine:
@@ -39,6 +60,25 @@ class _Engine:
         self.draining = False
         self.told_live: bool | None = None
         self.check_now = asyncio.Event()
+        self.checks: asyncio.Task[None] | None = None
+        self.num_calls = 0
+
+
+class Hold:
+    """Engines that a call was planned with: known by name until it has ended."""
+
+    def __init__(self, engines: Sequence[_Engine], ended: Callable[[_Engine], None]) -> None:
+        self._engines = engines
+        self._ended = ended
+        for engine in engines:
+            engine.num_calls += 1
+
+    def release(self) -> None:
+        """Let go of them, once."""
+        engines, self._engines = self._engines, ()
+        for engine in engines:
+            engine.num_calls -= 1
+            self._ended(engine)
 
 
 class Pool:
@@ -47,7 +87,7 @@ class Pool:
     Args:
         config: the router's settings.
         upstream: connections to the engines.
-        control: asks engines for their mode.
+        control: asks engines for their mode; told which engine is meant at an address.
         events: told when an engine becomes live or stops being it.
         clock: monotonic seconds.
         engine_key: the router's own key for engines, if it has one.
@@ -57,7 +97,7 @@ class Pool:
         self,
         config: RouterConfig,
         upstream: Upstream,
-        control: AsksControl,
+        control: ControlsFleet,
         *,
         events: Events,
         clock: Callable[[], float],
@@ -69,27 +109,47 @@ class Pool:
         self._events = events
         self._clock = clock
         self._headers = {} if engine_key is None else {"authorization": f"Bearer {engine_key}"}
-        self._engines = {
-            engine.name: _Engine(engine, Breaker(config.breaker_failures, config.breaker_open_s))
-            for engine in config.engines
-        }
-        self._checks: list[asyncio.Task[None]] = []
+        self._engines: dict[str, _Engine] = {}
+        self._leaving: list[_Engine] = []
+        self._ending: set[asyncio.Task[None]] = set()
+        for engine in config.engines:
+            self._add(engine)
         self._models_asked_at_s = -_MODELS_REFRESH_S
         self._refresh = asyncio.Lock()
 
     async def start(self) -> None:
         """Check every engine once, then go on checking in the background."""
         await asyncio.gather(*(self._check(engine) for engine in self._engines.values()))
-        self._checks = [
-            asyncio.create_task(self._watch(engine), name=f"health {name}")
-            for name, engine in self._engines.items()
-        ]
+        for engine in self._engines.values():
+            self._go_on_checking(engine, self._watch(engine))
 
     async def close(self) -> None:
         """Stop checking."""
-        for task in self._checks:
-            task.cancel()
-        await asyncio.gather(*self._checks, return_exceptions=True)
+        for engine in self._engines.values():
+            self._stop_checking(engine)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    def adopt(self, engines: Sequence[EngineConfig]) -> EnginesRead:
+        """Make ``engines`` the list, after :meth:`start`, and return what that has changed.
+
+        An engine whose settings are as before keeps its state. One whose settings differ is
+        another engine of the same name. A new one gets calls once it has been found healthy.
+        """
+        listed = {engine.name: engine for engine in engines}
+        left = [e for name, e in self._engines.items() if listed.get(name) != e.config]
+        for engine in left:
+            self._remove(engine)
+        joined = [self._add(config) for config in engines if config.name not in self._engines]
+        for engine in joined:
+            self._go_on_checking(engine, self._greet(engine))
+        return EnginesRead(
+            joined=tuple(engine.config.name for engine in joined),
+            left=tuple(engine.config.name for engine in left),
+        )
+
+    def hold(self, names: Iterable[str]) -> Hold:
+        """Keep engines known by name, until the hold is released."""
+        return Hold([self._engines[name] for name in names], self._forget_idle)
 
     def snapshot(self, *, return_enabled: bool) -> Snapshot:
         """Return the pool as it is now."""
@@ -99,18 +159,29 @@ class Pool:
         )
 
     def config_of(self, name: str) -> EngineConfig:
-        """Return an engine's settings."""
-        return self._engines[name].config
+        """Return the settings of an engine of the list, or of one that a call still holds."""
+        return self._find(name).config
+
+    def control_of(self, name: str) -> str | None:
+        """Return the address of an engine's control socket, None without one."""
+        try:
+            return self._find(name).config.control
+        except KeyError:
+            return None  # it has left
 
     def answered(self, name: str) -> None:
         """Note that an engine has answered, whatever the status."""
-        engine = self._engines[name]
+        engine = self._engines.get(name)
+        if engine is None:
+            return
         engine.breaker.succeeded()
         self._tell(engine, "answered a call")
 
     def failed(self, name: str, kind: str) -> None:
         """Note that a leg got no answer, for a reason that is the engine's."""
-        engine = self._engines[name]
+        engine = self._engines.get(name)
+        if engine is None:
+            return
         engine.breaker.failed(self._clock())
         if kind == "refused":
             engine.healthy = False
@@ -127,6 +198,54 @@ class Pool:
             await asyncio.gather(
                 *(self._learn(engine) for engine in self._engines.values() if engine.healthy)
             )
+
+    def _add(self, config: EngineConfig) -> _Engine:
+        breaker = Breaker(self._config.breaker_failures, self._config.breaker_open_s)
+        engine = self._engines[config.name] = _Engine(config, breaker)
+        self._upstream.meet(config.url)
+        if config.control is not None:
+            self._control.expect(config.control, config.engine_id)
+        return engine
+
+    def _remove(self, engine: _Engine) -> None:
+        del self._engines[engine.config.name]
+        self._stop_checking(engine)
+        self._events.emit(EngineLeft(engine=engine.config.name, side=engine.config.side.value))
+        self._leaving.append(engine)
+        self._forget_idle(engine)
+
+    def _forget_idle(self, engine: _Engine) -> None:
+        """Forget an engine that has left, unless a call still holds it."""
+        if engine.num_calls or engine not in self._leaving:
+            return
+        self._leaving.remove(engine)
+        url, address = engine.config.url, engine.config.control
+        others = [other.config for other in (*self._engines.values(), *self._leaving)]
+        if all(other.url != url for other in others):
+            self._upstream.leave(url)
+        if address is not None and all(other.control != address for other in others):
+            self._control.forget(address)
+
+    def _find(self, name: str) -> _Engine:
+        if name in self._engines:
+            return self._engines[name]
+        for engine in reversed(self._leaving):
+            if engine.config.name == name:
+                return engine
+        raise KeyError(name)
+
+    def _go_on_checking(self, engine: _Engine, checks: Coroutine[Any, Any, None]) -> None:
+        engine.checks = asyncio.create_task(checks, name=f"health {engine.config.name}")
+
+    def _stop_checking(self, engine: _Engine) -> None:
+        if engine.checks is not None:
+            engine.checks.cancel()
+            self._ending.add(engine.checks)
+            engine.checks.add_done_callback(self._ending.discard)
+
+    async def _greet(self, engine: _Engine) -> None:
+        await self._check(engine)
+        await self._watch(engine)
 
     async def _watch(self, engine: _Engine) -> None:
         while True:

@@ -22,7 +22,7 @@ async def send_signal(services: Services, engines: Iterable[str], signal: Signal
     """
     best = UNHEARD
     for name in engines:
-        address = services.pool.config_of(name).control
+        address = services.pool.control_of(name)
         if address is None:
             continue
         try:

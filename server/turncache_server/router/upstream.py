@@ -161,8 +161,20 @@ class Upstream:
     def __init__(self, config: RouterConfig, *, stale_s: float = _STALE_S) -> None:
         self._config = config
         self._stale_s = stale_s
-        space = memoryview(bytearray(_READ_BYTES))
-        self._addresses = {engine.url: Address(engine.url, space) for engine in config.engines}
+        self._space = memoryview(bytearray(_READ_BYTES))
+        self._addresses: dict[str, Address] = {}
+        for engine in config.engines:
+            self.meet(engine.url)
+
+    def meet(self, url: str) -> None:
+        """Keep idle connections to an engine from now on."""
+        if url not in self._addresses:
+            self._addresses[url] = Address(url, self._space)
+
+    def leave(self, url: str) -> None:
+        """Close the idle connections to an engine, and keep none any more."""
+        if (address := self._addresses.pop(url, None)) is not None:
+            address.close()
 
     async def post(
         self, engine: EngineConfig, path: str, body: bytes, headers: Headers
@@ -181,7 +193,7 @@ class Upstream:
         """
         limit_s = self._config.first_byte_timeout_s
         until_s = asyncio.get_running_loop().time() + limit_s
-        address = self._addresses[engine.url]
+        address = self._at(engine.url)
 
         def head() -> bytes:
             sent = {**headers(), "accept-encoding": "identity"}
@@ -209,7 +221,7 @@ class Upstream:
             LegFailed: no answer in time.
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
-        address = self._addresses[engine.url]
+        address = self._at(engine.url)
 
         def head() -> bytes:
             return request_head("GET", address.host, path, headers, None)
@@ -236,6 +248,10 @@ class Upstream:
         for address in self._addresses.values():
             address.close()
 
+    def _at(self, url: str) -> Address:
+        # Of an engine that has just left: its idle connection is dropped by its own timer.
+        return self._addresses.get(url) or Address(url, self._space)
+
     async def _asked(
         self,
         engine: EngineConfig,
@@ -251,7 +267,7 @@ class Upstream:
             LegFailed: there is no connection.
         """
         loop = asyncio.get_running_loop()
-        address = self._addresses[engine.url]
+        address = self._at(engine.url)
         if (idle := address.take()) is not None:
             connection, idle_s = idle
             asked_s = loop.time()

@@ -224,6 +224,30 @@ def test_a_cancelled_question_leaves_the_others_alone(serve: Serve) -> None:
     assert asyncio.run(run()) == [f"r{i}" for i in range(1, 20, 2)]
 
 
+def test_a_forgotten_engine_leaves_nothing_behind(serve: Serve) -> None:
+    """Its connection closes, and whoever is asked at the address later may have any name."""
+    server = serve(echo)
+
+    def readers() -> set[str]:
+        return {t.get_name() for t in asyncio.all_tasks() if server.address in t.get_name()}
+
+    async def run() -> None:
+        client = AsyncControlClient()
+        client.forget(server.address)
+        for name in ("", "other"):
+            client.expect(server.address, name)
+            question = Call(request="r")
+            await client.ask(server.address, question, CallReply, timeout_s=20)
+            assert len(readers()) == 2
+            client.forget(server.address)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert readers() == set()
+        await client.close()
+
+    asyncio.run(run())
+
+
 def test_one_blocking_client_serves_many_threads(serve: Serve, client: ControlClient) -> None:
     """Each thread has its own socket, so answers cannot cross."""
     server = serve(echo)

@@ -38,7 +38,7 @@ def config_for(fakes: Sequence[FakeEngine], **settings: Any) -> RouterConfig:
     return parse_config(
         {
             "port": 0,
-            "engines": [fake.as_config() for fake in fakes],
+            **({"engines": [fake.as_config() for fake in fakes]} if fakes else {}),
             "health_interval_s": 0.05,
             # Engines, router and clients share one process here, and perhaps one busy core.
             "connect_timeout_s": 20.0,
