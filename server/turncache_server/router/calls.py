@@ -17,7 +17,7 @@ from aiohttp import web
 from turncache.protocol import OUTCOME_HEADER, Boundary
 from turncache_server.control.messages import Signal
 from turncache_server.router.apis.api import Collector
-from turncache_server.router.ending import ChatEnding, Ending
+from turncache_server.router.ending import Ending
 from turncache_server.router.errors import SERVER_ERROR, ApiError, EngineRefused, LegFailed
 from turncache_server.router.events import CallEnded, CallStarted, OutcomeKnown, OutcomeMissing
 from turncache_server.router.legs import ANSWER_HEADERS
@@ -170,7 +170,7 @@ class PlannedCall:
     def _completed(self, engine: EngineView, collector: Collector) -> None:
         self._advance(engine, collector.ending())
         history = self._call.history
-        if history is not None and isinstance(collector, ChatEnding):
+        if history is not None:
             self._services.conversations.answered(
                 history, collector.said(), self._call.tags.session_id
             )

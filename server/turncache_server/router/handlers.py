@@ -22,13 +22,12 @@ from turncache_server.control.messages import Signal
 from turncache_server.router import metrics
 from turncache_server.router.apis import APIS, errors_of
 from turncache_server.router.apis.api import Api, CallRequest
-from turncache_server.router.apis.chat import CHAT
 from turncache_server.router.body import Body
 from turncache_server.router.calls import PlannedCall
 from turncache_server.router.config import EngineConfig
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
 from turncache_server.router.events import WaitEnded
-from turncache_server.router.following import History, read_history
+from turncache_server.router.following import History
 from turncache_server.router.keys import Caller, salt_of
 from turncache_server.router.legs import ANSWER_HEADERS, forwarded
 from turncache_server.router.limits import read_body
@@ -105,9 +104,9 @@ class Handlers:
         snapshot = await self._snapshot_with(asked.model)
         check_model(asked, snapshot)
         history = None
-        if anonymous and api is CHAT and services.config.follow_conversations:
-            scope = f"{caller.tenant}\0{asked.model}"
-            history = read_history(scope, body.get("messages"))
+        if anonymous and services.config.follow_conversations:
+            history = api.history(f"{caller.tenant}\0{asked.model}", body)
+        if history is not None:
             tags, anonymous = self._followed(body, history, tags)
         root, served_by = self._place(asked, tags, caller)
         call = CallInput(
