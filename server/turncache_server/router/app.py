@@ -269,6 +269,8 @@ class _Edge:
         name = request.match_info.route.name
         api = name if name in _API_NAMES else "other"
         self._services.events.emit(CallRefused(api=api, code=error.status))
+        if error.status == 503 and error.retry_after_s is None:
+            error.retry_after_s = self._services.config.retry_after_s
         return error_response(request.path, error)
 
 

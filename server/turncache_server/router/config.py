@@ -67,6 +67,9 @@ class RouterConfig:
     port: int = _number(8000, 0, 65535)
     return_enabled: bool = True
     follow_conversations: bool = True
+    decode_alone_tokens: int = _number(0, 0)
+    max_new_tokens_on_decode: int = _number(0, 0)
+    serve_on_prefill: bool = False
     admin: bool = False
     on_disconnect: str = _word("cancel", "cancel", "drain")
     disconnect_drain_s: float = _number(30.0, 0, 3600)
@@ -95,6 +98,11 @@ class RouterConfig:
     health_timeout_s: float = _number(2.0, 0.01, 60)
     breaker_failures: int = _number(3, 1, 1000)
     breaker_open_s: float = _number(5.0, 0, 300)
+
+    @property
+    def may_decode_alone(self) -> bool:
+        """Whether decode may serve calls without prefill: histories are remembered then."""
+        return self.decode_alone_tokens > 0 or self.max_new_tokens_on_decode > 0
 
 
 def load_config(

@@ -160,6 +160,14 @@ class EngineDrains:
     draining: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRestarted:
+    """Another process answers for an engine: what the last one had computed is gone."""
+
+    engine: str
+    side: str
+
+
 Event = (
     CallRefused
     | CallStarted
@@ -172,6 +180,7 @@ Event = (
     | EngineChanged
     | EnginePulls
     | EngineDrains
+    | EngineRestarted
 )
 Listener = Callable[[Event], None]
 

@@ -35,11 +35,18 @@ class Said:
         text: its text.
         calls: name and arguments of its tool calls, in order.
         media: parts that are no text.
+        reasoning: it comes with reasoning, which tells no conversation from another.
     """
 
     text: str
     calls: tuple[tuple[str, Any], ...] = ()
     media: tuple[Any, ...] = ()
+    reasoning: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of it without reasoning."""
+        return len(_encoded(self))
 
 
 #: An answer of the model, or whatever somebody else has said, as plain values.
@@ -54,11 +61,13 @@ class History:
         whole: of all of them.
         answers: up to each answer of the model, the latest first.
         new_bytes: size of what came after the latest answer; of everything without one.
+        has_reasoning: an answer comes with its reasoning, which a template may strip later.
     """
 
     whole: bytes
     answers: tuple[bytes, ...] = ()
     new_bytes: int = 0
+    has_reasoning: bool = False
 
     def with_answer(self, said: Said) -> bytes:
         """Return the digest of this history and the model's answer to it."""
@@ -75,6 +84,7 @@ def chain(scope: str, messages: Iterable[Message]) -> History:
     digest = hashlib.blake2b(scope.encode(), digest_size=_DIGEST_BYTES).digest()
     answers = []
     new_bytes = 0
+    has_reasoning = False
     for message in messages:
         content = _encoded(message)
         digest = _chained(digest, content)
@@ -82,8 +92,9 @@ def chain(scope: str, messages: Iterable[Message]) -> History:
         if isinstance(message, Said):
             answers.append(digest)
             new_bytes = 0
+            has_reasoning = has_reasoning or message.reasoning
     latest = tuple(answers[: -_MAX_ANSWERS_BACK - 1 : -1])
-    return History(whole=digest, answers=latest, new_bytes=new_bytes)
+    return History(whole=digest, answers=latest, new_bytes=new_bytes, has_reasoning=has_reasoning)
 
 
 class Conversations:
@@ -109,9 +120,8 @@ class Conversations:
                 return session
         return None
 
-    def answered(self, history: History, said: Said, session: str) -> None:
-        """Remember that a call of ``session`` has ended well."""
-        digest = history.with_answer(said)
+    def answered(self, digest: bytes, session: str) -> None:
+        """Remember that a call of ``session`` has ended well, by its history with the answer."""
         self._sessions[digest] = session
         self._sessions.move_to_end(digest)
         while len(self._sessions) > self._max_conversations:

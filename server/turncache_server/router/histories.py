@@ -53,7 +53,8 @@ def _of_chat(message: Mapping[str, Any]) -> Message:
     role, (text, media) = message.get("role"), _content(message.get("content"))
     if role == "assistant":
         calls = message.get("tool_calls")
-        return Said(text=text, calls=tuple(_functions(calls)), media=media)
+        reasoning = bool(message.get("reasoning") or message.get("reasoning_content"))
+        return Said(text=text, calls=tuple(_functions(calls)), media=media, reasoning=reasoning)
     return role, text, media, message.get("tool_call_id")
 
 
@@ -77,7 +78,8 @@ def _of_messages(system: Any, messages: list[dict[str, Any]]) -> Iterator[Messag
                 (str(part.get("name")), part.get("input"))
                 for part in _of_type(parts, ("tool_use",))
             ]
-            yield Said(text=text, calls=tuple(calls), media=media)
+            reasoning = bool(_of_type(parts, _REASONING))
+            yield Said(text=text, calls=tuple(calls), media=media, reasoning=reasoning)
         else:
             results = [_content(part.get("content")) for part in _of_type(parts, ("tool_result",))]
             yield role, text, media, results
@@ -90,35 +92,31 @@ def _is_billing(block: Any) -> bool:
 def _of_items(instructions: Any, items: list[dict[str, Any]]) -> Iterator[Message]:
     """Put the items of an answer together: a response is a message and its calls, apart."""
     yield "system", instructions
-    texts: list[str] = []
-    calls: list[tuple[str, Any]] = []
-    answering = False
+    answer: list[dict[str, Any]] = []
     for item in items:
-        kind, role = item.get("type"), item.get("role")
-        if kind == "reasoning":
+        kind = item.get("type")
+        if item.get("role") == "assistant" or kind in _CALLS or kind == "reasoning":
+            answer.append(item)
             continue
-        if role == "assistant" or kind in _CALLS:
-            answering = True
-            texts.append(_content(item.get("content"))[0])
-            calls += calls_of_items((item,))
-            continue
-        if answering:
-            yield Said(text="".join(texts), calls=tuple(calls))
-            answering, texts, calls = False, [], []
+        if answer:
+            yield said_in_items(answer)
+            answer = []
         text, media = _content(item.get("content"))
-        yield role, text, media, _content(item.get("output"))
-    if answering:
-        yield Said(text="".join(texts), calls=tuple(calls))
+        yield item.get("role"), text, media, _content(item.get("output"))
+    if answer:
+        yield said_in_items(answer)
 
 
 def said_in_items(items: Iterable[Mapping[str, Any]]) -> Said:
     """Return what the items of a response say."""
-    kept = [item for item in items if item.get("type") != "reasoning"]
+    said = list(items)
+    kept = [item for item in said if item.get("type") != "reasoning"]
     text = "".join(_content(item.get("content"))[0] for item in kept)
-    return Said(text=text, calls=tuple(calls_of_items(kept)))
+    calls = tuple(_calls_of_items(kept))
+    return Said(text=text, calls=calls, reasoning=len(kept) < len(said))
 
 
-def calls_of_items(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _calls_of_items(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Return name and arguments of the items that are tool calls."""
     for item in items:
         if item.get("type") in _CALLS:

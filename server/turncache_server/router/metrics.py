@@ -16,6 +16,7 @@ from turncache_server.router.events import (
     CallStarted,
     EngineChanged,
     EnginePulls,
+    EngineRestarted,
     Event,
     LegFailure,
     OutcomeKnown,
@@ -126,6 +127,12 @@ class Metrics:
             ("engine", "side"),
             registry=registry,
         )
+        self._restarts = Counter(
+            "turncache_router_engine_restarts_total",
+            "Engines that came back as another process.",
+            ("engine", "side"),
+            registry=registry,
+        )
         sessions = Gauge(
             "turncache_router_sessions", "Sessions in the router's table.", registry=registry
         )
@@ -155,6 +162,8 @@ class Metrics:
                 self._live.labels(event.engine, event.side).set(event.live)
             case EnginePulls():
                 self._pulls.labels(event.engine, event.side).set(event.pulls)
+            case EngineRestarted():
+                self._restarts.labels(event.engine, event.side).inc()
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

@@ -59,7 +59,7 @@ def read_history(scope: str, messages: list[dict[str, Any]]) -> History:
 def known(said: Said, messages: list[dict[str, Any]] | None = None) -> Conversations:
     """Return a table with one conversation."""
     table = Conversations(10)
-    table.answered(read_history("m", messages or FIRST), said, "s")
+    table.answered(read_history("m", messages or FIRST).with_answer(said), "s")
     return table
 
 
@@ -179,7 +179,7 @@ def test_the_table_is_bounded() -> None:
     """The conversation that was used least recently is forgotten first."""
     table = Conversations(2)
     for name in "abc":
-        table.answered(read_history("m", FIRST), Said(text=name), name)
+        table.answered(read_history("m", FIRST).with_answer(Said(text=name)), name)
     assert len(table) == 2
     assert table.session_of(then({"role": "assistant", "content": "a"})) is None
     assert table.session_of(then({"role": "assistant", "content": "c"})) == "c"
@@ -193,7 +193,8 @@ def test_a_message_comes_back_without_thinking_and_with_the_billing_line_of_its_
     history = messages_history("m", body_of(system=billed + prompt, messages=[asked]))
     assert history is not None
     table = Conversations(10)
-    table.answered(history, Said(text="Hi!", calls=(("search", '{"top":3,"query":"x"}'),)), "s")
+    said = Said(text="Hi!", calls=(("search", '{"top":3,"query":"x"}'),))
+    table.answered(history.with_answer(said), "s")
     answer = {
         "role": "assistant",
         "content": [
@@ -219,7 +220,7 @@ def test_a_response_comes_back_as_its_items() -> None:
     assert history is not None
     table = Conversations(10)
     calls = (("shell", '{"a": 1}'), ("patch", "*** Begin"))
-    table.answered(history, Said(text="Hi!", calls=calls), "s")
+    table.answered(history.with_answer(Said(text="Hi!", calls=calls)), "s")
     part = {"type": "output_text", "text": "Hi!", "annotations": []}
     items = [
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
