@@ -169,9 +169,7 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
         },
     ),
     (
-        m.ModeReply(
-            mode="observe", why="", pulls=False, ticket="t:1", draining=True, start_id="s"
-        ),
+        m.ModeReply(mode="observe", why="", pulls=False, ticket="t:1", draining=True, start_id="s"),
         {
             "type": "mode_reply",
             "mode": "observe",

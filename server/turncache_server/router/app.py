@@ -306,8 +306,7 @@ async def _listen(runner: web.AppRunner, config: RouterConfig) -> web.TCPSite:
         raise ConfigError(
             "port", f"cannot listen on {config.host}:{config.port}: {error}; choose a free port"
         ) from error
-    open_to_all = not config.keys_file and config.host not in ("localhost", "::1")
-    if open_to_all and not config.host.startswith("127."):
+    if not (config.private or config.keys_file):
         logger.warning(
             "the router listens on %s without keys: whoever reaches it can use the engines",
             config.host,

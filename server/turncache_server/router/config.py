@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
 import re
 import tomllib
@@ -64,6 +65,7 @@ class RouterConfig:
     tls_cert_file: str = ""
     tls_key_file: str = ""
     host: str = "127.0.0.1"
+    serve_without_keys: bool = False
     port: int = _number(8000, 0, 65535)
     return_enabled: bool = True
     follow_conversations: bool = True
@@ -98,6 +100,14 @@ class RouterConfig:
     health_timeout_s: float = _number(2.0, 0.01, 60)
     breaker_failures: int = _number(3, 1, 1000)
     breaker_open_s: float = _number(5.0, 0, 300)
+
+    @property
+    def private(self) -> bool:
+        """Whether only this machine reaches the router."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     @property
     def may_decode_alone(self) -> bool:
@@ -140,7 +150,15 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
     if bool(values.get("tls_cert_file")) is not bool(values.get("tls_key_file")):
         raise ConfigError("tls_key_file", "certificate and key belong together; set both")
     keyed = bool(values.get("fleet_secret_file"))
-    return RouterConfig(engines=_engines(data.get("engines"), keyed=keyed), **values)
+    config = RouterConfig(engines=_engines(data.get("engines"), keyed=keyed), **values)
+    if not (config.private or config.keys_file or config.serve_without_keys):
+        raise ConfigError(
+            "host",
+            f"{config.host!r} is reached from other machines, and without keys whoever reaches it "
+            "uses the engines: set keys_file (turncache router --new-key TENANT makes a key), "
+            "listen on 127.0.0.1, or set serve_without_keys = true",
+        )
+    return config
 
 
 def _check_names(prefix: str, data: Mapping[str, object], legal: Mapping[str, object]) -> None:
