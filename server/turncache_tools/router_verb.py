@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -12,6 +12,17 @@ from turncache.errors import ConfigError
 from turncache_server.router.config import fleet_keys, load_config
 from turncache_server.router.keys import add_key, read_keys
 from turncache_tools.shell import write, write_json
+
+#: Settings that bound what a client may do.
+_LIMITS: Final = (
+    "max_body_bytes",
+    "max_body_depth",
+    "max_header_bytes",
+    "max_headers",
+    "max_tenant_calls",
+    "header_timeout_s",
+    "body_timeout_s",
+)
 
 
 def router(
@@ -58,6 +69,7 @@ def router(
                     if callers is None
                     else sorted({str(caller.tenant) for caller in callers.values()}),
                     "engines": engines,
+                    "limits": {name: getattr(settings, name) for name in _LIMITS},
                 }
             )
         else:
@@ -71,6 +83,7 @@ def router(
                 f"{config}: {len(engines)} engines, {scheme}://{settings.host}:{settings.port}"
                 f"{secret}, {who}"
             )
+            write("limits: " + ", ".join(f"{name} {getattr(settings, name):,}" for name in _LIMITS))
         return
     from turncache_server.router.app import run  # noqa: PLC0415 - a check needs no server
 

@@ -49,7 +49,10 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
         m.SetDraining(draining=True, ticket="t:1"),
         {"type": "drain", "draining": True, "ticket": "t:1"},
     ),
-    (m.Sessions(limit=7), {"type": "sessions", "limit": 7}),
+    (
+        m.Sessions(limit=7, session="0a"),
+        {"type": "sessions", "limit": 7, "session": "0a"},
+    ),
     (
         m.SessionsReply(
             name="decode-0",
@@ -166,7 +169,7 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
         },
     ),
     (
-        m.ModeReply(mode="observe", why="", pulls=False, ticket="t:1", draining=True),
+        m.ModeReply(mode="observe", why="", pulls=False, ticket="t:1", draining=True, start_id="s"),
         {
             "type": "mode_reply",
             "mode": "observe",
@@ -174,6 +177,7 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
             "pulls": False,
             "ticket": "t:1",
             "draining": True,
+            "start_id": "s",
         },
     ),
     (

@@ -181,7 +181,9 @@ class FakeEngine:
         signals: what the control socket was told of sessions.
         mode: of the extension; in any but ``on`` it pulls nothing.
         draining: what it was told, and tells routers.
-        kept: sessions that it keeps: all that it has answered and that were not ended.
+        kept: by session that it keeps the blocks of its history: all that it has answered
+            and that were not ended.
+        num_starts: how often it was started: another process each time, for routers.
     """
 
     def __init__(
@@ -213,7 +215,8 @@ class FakeEngine:
         self.signals: list[Signal] = []
         self.mode = "on"
         self.draining = False
-        self.kept: set[str] = set()
+        self.kept: dict[str, list[bytes]] = {}
+        self.num_starts = 0
         self.port = 0
         self._with_control = control
         self._control: ControlServer | None = None
@@ -223,6 +226,7 @@ class FakeEngine:
 
     async def start(self) -> None:
         """Listen: on a free port at first, later on the same one again."""
+        self.num_starts += 1
         app = web.Application(client_max_size=256 * 1024 * 1024)
         app.add_routes(
             [
@@ -278,7 +282,7 @@ class FakeEngine:
             case Hello():
                 return HelloReply(
                     engine_id=self.name,
-                    start_id="fake",
+                    start_id=f"start-{self.num_starts}",
                     generation=1,
                     side=self.side,
                     mode="on",
@@ -294,27 +298,37 @@ class FakeEngine:
                 self.draining = request.draining
                 return self._in_force()
             case Sessions():
-                return self._sessions()
+                return self._sessions(request.session)
             case Signal():
                 self.signals.append(request)
                 if request.kind == "final":
-                    self.kept.discard(request.session)
+                    self.kept.pop(request.session, None)
                 known = any(seen.xargs.get("tc_session") == request.session for seen in self.seen)
                 return SignalReply(accepted=known)
         return Refusal(code="unsupported", why=f"the fake does not know {request!r}")
 
     def _in_force(self) -> ModeReply:
         return ModeReply(
-            mode=self.mode, pulls=self.mode == "on", ticket="t", draining=self.draining
+            mode=self.mode,
+            pulls=self.mode == "on",
+            ticket="t",
+            draining=self.draining,
+            start_id=f"start-{self.num_starts}",
         )
 
-    def _sessions(self) -> SessionsReply:
+    def _sessions(self, asked: str) -> SessionsReply:
         return SessionsReply(
             name=self.name,
             side=self.side,
             rows=[
-                SessionRow(session=name, state="waiting", lineages=1, kept_blocks=1)
-                for name in sorted(self.kept)
+                SessionRow(
+                    session=digest,
+                    state="waiting",
+                    lineages=1,
+                    kept_blocks=self.kv.prefix_tokens(chain) // BLOCK_TOKENS,
+                )
+                for name, chain in sorted(self.kept.items())
+                if asked in ("", digest := _digest(name))
             ],
             num_sessions=len(self.kept),
             num_handovers=0,
@@ -464,9 +478,10 @@ class FakeEngine:
         )
         answer = Answer.to(body, total, held)
         if body.get("max_tokens") != 1:
-            self.kept.add(xargs.get("tc_session", ""))
             message = [*body["messages"], answer.message]
-            self.kv.write(chain_of(render(message, body.get("tools"))))
+            chain = chain_of(render(message, body.get("tools")))
+            self.kv.write(chain)
+            self.kept[xargs.get("tc_session", "")] = chain
         return answer
 
 
@@ -588,6 +603,11 @@ def whole_answer(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
         ],
         "usage": answer.usage,
     }
+
+
+def _digest(session: str) -> str:
+    """Return what engines show of a session's name."""
+    return hashlib.blake2b(session.encode(), digest_size=6).hexdigest()
 
 
 def _close_control(control: ControlServer) -> None:

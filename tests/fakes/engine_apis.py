@@ -23,7 +23,9 @@ _STOP_REASONS = {"tool_calls": "tool_use", "stop": "end_turn", "length": "max_to
 def as_chat(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat completion that a request asks for."""
     if path == COMPLETIONS:
-        return {**body, "messages": [{"role": "user", "content": str(body["prompt"])}]}
+        num_choices = (body.get("n") or 1) * _num_prompts(body["prompt"])
+        content = str(body["prompt"])
+        return {**body, "messages": [{"role": "user", "content": content}], "n": num_choices}
     if path == MESSAGES:
         return {**body, "messages": _of_messages(body), "tools": _tools(body, "input_schema")}
     if path == RESPONSES:
@@ -35,8 +37,11 @@ def as_chat(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
 def whole(path: str, answer: Answer, params: Any) -> dict[str, Any]:
     """Return an answer in one piece."""
     if path == COMPLETIONS:
-        choice = {"index": 0, "text": answer.text, "finish_reason": answer.finish_reason}
-        out = {"object": "text_completion", "choices": [choice], "usage": answer.usage}
+        choices = [
+            {"index": index, "text": answer.text, "finish_reason": answer.finish_reason}
+            for index in range(answer.num_choices)
+        ]
+        out = {"object": "text_completion", "choices": choices, "usage": answer.usage}
     elif path == MESSAGES:
         out = {**_message(answer), "content": _blocks(answer)}
     else:
@@ -49,7 +54,8 @@ def events(path: str, answer: Answer, params: Any) -> list[bytes]:
     if path == COMPLETIONS:
         words = [(word + " ", None) for word in answer.text.split()]
         chunks = [
-            {"choices": [{"index": 0, "text": text, "finish_reason": reason}]}
+            {"choices": [{"index": index, "text": text, "finish_reason": reason}]}
+            for index in range(answer.num_choices)
             for text, reason in [*words, ("", answer.finish_reason)]
         ]
         return [*(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks), b"data: [DONE]\n\n"]
@@ -65,6 +71,20 @@ def events(path: str, answer: Answer, params: Any) -> list[bytes]:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _num_prompts(prompt: Any) -> int:
+    """Count the prompts of a completion: one text or one list of tokens, or a list of either.
+
+    Raises:
+        ValueError: it is neither, which vLLM refuses.
+    """
+    if isinstance(prompt, str):
+        return 1
+    for kind, num_prompts in ((int, 1), (str, len(prompt)), (list, len(prompt))):
+        if prompt and all(type(item) is kind for item in prompt):
+            return num_prompts
+    raise ValueError(f"{prompt!r} is no prompt")
 
 
 def _tools(body: Mapping[str, Any], schema: str) -> list[dict[str, Any]] | None:

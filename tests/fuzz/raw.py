@@ -59,6 +59,25 @@ def request(
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
+def leaves_more(raw: bytes) -> bool:
+    """Tell whether bytes are left after the first request, by the strictest reading.
+
+    What is left is a request of its own, to be answered on a connection that stays open. A
+    request whose length can be read in two ways leaves nothing: it has to end its connection.
+    """
+    head, end, rest = raw.partition(b"\r\n\r\n")
+    fields = [line.partition(b":") for line in head.split(b"\r\n")[1:]]
+    names = [name.strip().lower() for name, _, _ in fields]
+    if not end or b"transfer-encoding" in names:
+        return False
+    lengths = [value.strip() for name, _, value in fields if name.lower() == b"content-length"]
+    if names.count(b"content-length") != len(lengths) or len(lengths) > 1:
+        return False
+    if lengths and not lengths[0].isdigit():
+        return False
+    return len(rest) > (int(lengths[0]) if lengths else 0)
+
+
 async def send(
     url: str, raw: bytes, *, timeout_s: float = 20.0, to_the_end: bool = True
 ) -> RawAnswer:

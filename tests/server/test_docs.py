@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from turncache.protocol import Reason
 from turncache_server import reasons
 from turncache_server.connector import metric_table
+from turncache_server.router.config import RouterConfig
 from turncache_server.router.metrics import Metrics
 from turncache_tools.cli import app
 
@@ -103,3 +105,15 @@ def test_every_command_of_the_pages_exists(verb: str, rest: str) -> None:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", shown.output)
     for flag in re.findall(r"--[a-z-]+", rest):
         assert flag in plain, flag
+
+
+def test_the_security_page_names_settings_that_exist() -> None:
+    """And what it has to say: NIXL's ports, what is probed, what is not protected."""
+    page = (SERVER / "SECURITY.md").read_text(encoding="utf-8")
+    settings = {item.name for item in dataclasses.fields(RouterConfig)}
+    named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)(?: = [^`]*)?`", page))
+    assert {"keys_file", "serve_without_keys", "fleet_secret_file"} <= named <= settings
+    for part in ("| not protected |", "| what can be probed without keys |", "NIXL", "5600+"):
+        assert part in page
+    for target in re.findall(r"\]\(([^)#]+)", page):
+        assert (SERVER / target).exists(), target

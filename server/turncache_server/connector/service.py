@@ -194,7 +194,12 @@ class Service:
         mode = extension.requested_mode
         pulls = mode is Mode.ON and not extension.facts.unsupported_pull
         return ModeReply(
-            mode=mode.value, why=why, pulls=pulls, ticket=self._ticket(), draining=self._draining
+            mode=mode.value,
+            why=why,
+            pulls=pulls,
+            ticket=self._ticket(),
+            draining=self._draining,
+            start_id=self._start,
         )
 
     def _drain(self, request: SetDraining) -> Reply:
@@ -208,10 +213,11 @@ class Service:
         extension = self._extension
         kept = extension.kept_sessions()
         kept.sort(key=lambda each: each.wanted_blocks, reverse=True)
+        asked = [each for each in kept if request.session in ("", _digest(each))]
         return SessionsReply(
             name=extension.settings.name,
             side=extension.settings.side.value,
-            rows=[_row(each) for each in kept[: request.limit]],
+            rows=[_row(each) for each in asked[: request.limit]],
             num_sessions=len(kept),
             num_handovers=extension.table.stats().handovers,
             num_calls=extension.num_calls,
@@ -230,9 +236,13 @@ _STALE: Final = Refusal(
 )
 
 
+def _digest(kept: KeptSession) -> str:
+    return hashlib.blake2b(kept.key.encode(), digest_size=6).hexdigest()
+
+
 def _row(kept: KeptSession) -> SessionRow:
     return SessionRow(
-        session=hashlib.blake2b(kept.key.encode(), digest_size=6).hexdigest(),
+        session=_digest(kept),
         state="serving" if kept.in_flight else "waiting",
         lineages=kept.lineages,
         kept_blocks=kept.wanted_blocks,

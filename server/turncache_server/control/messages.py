@@ -142,9 +142,12 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True, tag="sessions"):
 
     Attributes:
         limit: most sessions in the answer, the largest first.
+        session: digest of the only one that is asked about, empty for all. An engine that
+            does not know this member answers for all.
     """
 
     limit: int = 1000
+    session: str = ""
 
 
 Request = Hello | Peek | Verify | Call | Signal | SetMode | Stats | SetDraining | Sessions
@@ -255,6 +258,7 @@ class ModeReply(msgspec.Struct, frozen=True, kw_only=True, tag="mode_reply"):
         ticket: what the next change has to carry.
         draining: the engine is to be stopped: routers place no session on it any more, and
             name it as the source of those that it has.
+        start_id: random per start of the engine process, empty from an older engine.
     """
 
     mode: str
@@ -262,6 +266,7 @@ class ModeReply(msgspec.Struct, frozen=True, kw_only=True, tag="mode_reply"):
     pulls: bool = True
     ticket: str = ""
     draining: bool = False
+    start_id: str = ""
 
 
 class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):

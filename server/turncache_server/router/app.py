@@ -268,6 +268,8 @@ class _Edge:
         name = request.match_info.route.name
         api = name if name in _API_NAMES else "other"
         self._services.events.emit(CallRefused(api=api, code=error.status))
+        if error.status == 503 and error.retry_after_s is None:
+            error.retry_after_s = self._services.config.retry_after_s
         return error_response(request.path, error)
 
 
@@ -303,8 +305,7 @@ async def _listen(runner: web.AppRunner, config: RouterConfig) -> web.TCPSite:
         raise ConfigError(
             "port", f"cannot listen on {config.host}:{config.port}: {error}; choose a free port"
         ) from error
-    open_to_all = not config.keys_file and config.host not in ("localhost", "::1")
-    if open_to_all and not config.host.startswith("127."):
+    if not (config.private or config.keys_file):
         logger.warning(
             "the router listens on %s without keys: whoever reaches it can use the engines",
             config.host,

@@ -16,10 +16,12 @@ from aiohttp import web
 
 from turncache.protocol import OUTCOME_HEADER, Boundary
 from turncache_server.control.messages import Signal
+from turncache_server.router.alone import Answered, front_of
 from turncache_server.router.apis.api import Collector
-from turncache_server.router.ending import ChatEnding, Ending
+from turncache_server.router.ending import Ending, Usage
 from turncache_server.router.errors import SERVER_ERROR, ApiError, EngineRefused, LegFailed
 from turncache_server.router.events import CallEnded, CallStarted, OutcomeKnown, OutcomeMissing
+from turncache_server.router.following import Said
 from turncache_server.router.legs import ANSWER_HEADERS
 from turncache_server.router.opening import (
     CallInput,
@@ -169,14 +171,29 @@ class PlannedCall:
         return Relayed(response=response, code=refusal.status, problem="engine_error")
 
     def _completed(self, engine: EngineView, collector: Collector) -> None:
-        self._advance(engine, collector.ending())
-        history = self._call.history
-        if history is not None and isinstance(collector, ChatEnding):
-            self._services.conversations.answered(
-                history, collector.said(), self._call.tags.session_id
-            )
+        ending, answered = collector.ending(), None
+        if self._call.history is not None:
+            said = collector.said()
+            digest = self._call.history.with_answer(said)
+            if self._call.followed:
+                self._services.conversations.answered(digest, self._call.tags.session_id)
+            if self._services.config.may_decode_alone:
+                answered = self._answered(digest, said, ending)
+        self._advance(engine, ending, answered)
 
-    def _advance(self, engine: EngineView, ending: Ending) -> None:
+    def _answered(self, digest: bytes, said: Said, ending: Ending) -> Answered | None:
+        """Return what the next call may be served by decode alone for, None when unknown."""
+        told = ending.usage or self._record.outcome
+        if told is None:
+            return None
+        return Answered(
+            digest=digest,
+            front=front_of(self._call.body),
+            prompt_tokens=told.prompt_tokens if isinstance(told, Usage) else told.prompt,
+            answer_bytes=said.num_bytes,
+        )
+
+    def _advance(self, engine: EngineView, ending: Ending, answered: Answered | None) -> None:
         tags, services = self._call.tags, self._services
         if ending.answer_id is not None and self._call.body.get("store") is not False:
             services.sessions.advance(
@@ -189,7 +206,10 @@ class PlannedCall:
             services.forecast.forget(tags.session_id)
         elif not self._call.anonymous:
             left = services.sessions.advance(
-                tags.session_id, served_by=engine.name, root=self._call.root
+                tags.session_id,
+                served_by=engine.name,
+                root=self._call.root,
+                answered=answered,
             )
             if left is not None:
                 # Taken over: what the old engine keeps of it is kept in vain, and whoever drains

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
 import re
 import tomllib
@@ -65,9 +66,13 @@ class RouterConfig:
     tls_cert_file: str = ""
     tls_key_file: str = ""
     host: str = "127.0.0.1"
+    serve_without_keys: bool = False
     port: int = _number(8000, 0, 65535)
     return_enabled: bool = True
     follow_conversations: bool = True
+    decode_alone_tokens: int = _number(0, 0)
+    max_new_tokens_on_decode: int = _number(0, 0)
+    serve_on_prefill: bool = False
     admin: bool = False
     on_disconnect: str = _word("cancel", "cancel", "drain")
     disconnect_drain_s: float = _number(30.0, 0, 3600)
@@ -96,6 +101,19 @@ class RouterConfig:
     health_timeout_s: float = _number(2.0, 0.01, 60)
     breaker_failures: int = _number(3, 1, 1000)
     breaker_open_s: float = _number(5.0, 0, 300)
+
+    @property
+    def private(self) -> bool:
+        """Whether only this machine reaches the router."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def may_decode_alone(self) -> bool:
+        """Whether decode may serve calls without prefill: histories are remembered then."""
+        return self.decode_alone_tokens > 0 or self.max_new_tokens_on_decode > 0
 
 
 def load_config(
@@ -141,7 +159,15 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
         engines = read_engines(Path(file), keyed=keyed)
     else:
         engines = _engines(data.get("engines"), keyed=keyed)
-    return RouterConfig(engines=engines, **values)
+    config = RouterConfig(engines=engines, **values)
+    if not (config.private or config.keys_file or config.serve_without_keys):
+        raise ConfigError(
+            "host",
+            f"{config.host!r} is reached from other machines, and without keys whoever reaches it "
+            "uses the engines: set keys_file (turncache router --new-key TENANT makes a key), "
+            "listen on 127.0.0.1, or set serve_without_keys = true",
+        )
+    return config
 
 
 def read_engines(path: Path, *, keyed: bool) -> tuple[EngineConfig, ...]:

@@ -169,6 +169,14 @@ class EngineLeft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRestarted:
+    """Another process answers for an engine: what the last one had computed is gone."""
+
+    engine: str
+    side: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesRead:
     """The file of the engines was read.
 
@@ -203,6 +211,7 @@ Event = (
     | EngineLeft
     | EnginesRead
     | EnginesRefused
+    | EngineRestarted
 )
 Listener = Callable[[Event], None]
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 import marshal
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,10 +34,23 @@ class Said:
     Attributes:
         text: its text.
         calls: name and arguments of its tool calls, in order.
+        media: parts that are no text.
+        reasoning: it comes with reasoning, which tells no conversation from another.
     """
 
     text: str
-    calls: tuple[tuple[str, str], ...] = ()
+    calls: tuple[tuple[str, Any], ...] = ()
+    media: tuple[Any, ...] = ()
+    reasoning: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of it without reasoning."""
+        return len(_encoded(self))
+
+
+#: An answer of the model, or whatever somebody else has said, as plain values.
+Message = Said | tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,31 +60,41 @@ class History:
     Attributes:
         whole: of all of them.
         answers: up to each answer of the model, the latest first.
+        new_bytes: size of what came after the latest answer; of everything without one.
+        has_reasoning: an answer comes with its reasoning, which a template may strip later.
     """
 
     whole: bytes
     answers: tuple[bytes, ...] = ()
+    new_bytes: int = 0
+    has_reasoning: bool = False
 
     def with_answer(self, said: Said) -> bytes:
         """Return the digest of this history and the model's answer to it."""
-        calls = [(name, _arguments(arguments)) for name, arguments in said.calls]
-        return _chained(self.whole, _of_answer(said.text, calls))
+        return _chained(self.whole, _encoded(said))
 
 
-def read_history(scope: str, messages: Sequence[Mapping[str, Any]]) -> History:
-    """Digest the messages of a chat completion.
+def chain(scope: str, messages: Iterable[Message]) -> History:
+    """Digest messages in their order.
 
     Args:
         scope: whatever separates conversations beside their content: tenant and model.
-        messages: as parsed.
+        messages: in the one form that all APIs have.
     """
     digest = hashlib.blake2b(scope.encode(), digest_size=_DIGEST_BYTES).digest()
     answers = []
+    new_bytes = 0
+    has_reasoning = False
     for message in messages:
-        digest = _chained(digest, _of_message(message))
-        if message.get("role") == "assistant":
+        content = _encoded(message)
+        digest = _chained(digest, content)
+        new_bytes += len(content)
+        if isinstance(message, Said):
             answers.append(digest)
-    return History(whole=digest, answers=tuple(answers[: -_MAX_ANSWERS_BACK - 1 : -1]))
+            new_bytes = 0
+            has_reasoning = has_reasoning or message.reasoning
+    latest = tuple(answers[: -_MAX_ANSWERS_BACK - 1 : -1])
+    return History(whole=digest, answers=latest, new_bytes=new_bytes, has_reasoning=has_reasoning)
 
 
 class Conversations:
@@ -97,9 +120,8 @@ class Conversations:
                 return session
         return None
 
-    def answered(self, history: History, said: Said, session: str) -> None:
-        """Remember that a call of ``session`` has ended well."""
-        digest = history.with_answer(said)
+    def answered(self, digest: bytes, session: str) -> None:
+        """Remember that a call of ``session`` has ended well, by its history with the answer."""
         self._sessions[digest] = session
         self._sessions.move_to_end(digest)
         while len(self._sessions) > self._max_conversations:
@@ -110,36 +132,13 @@ def _chained(digest: bytes, content: bytes) -> bytes:
     return hashlib.blake2b(digest + content, digest_size=_DIGEST_BYTES).digest()
 
 
-def _of_message(message: Mapping[str, Any]) -> bytes:
-    role, text, media = message.get("role"), *_text(message.get("content"))
-    calls = message.get("tool_calls")
-    if role == "assistant":
-        return _of_answer(text, _calls(calls if isinstance(calls, list) else []), media)
-    return marshal.dumps((role, text, media, message.get("tool_call_id")), _MARSHAL)
-
-
-def _of_answer(text: str, calls: Sequence[tuple[str, str]], media: Sequence[Any] = ()) -> bytes:
+def _encoded(message: Message) -> bytes:
+    if not isinstance(message, Said):
+        return marshal.dumps(message, _MARSHAL)
     # Clients strip what a model leaves at the ends of its text.
-    return marshal.dumps(("assistant", text.strip(), list(media), list(calls)), _MARSHAL)
-
-
-def _text(content: Any) -> tuple[str, list[Any]]:
-    """Return the text of a message, and its parts that are no text."""
-    if isinstance(content, str):
-        return content, []
-    parts = content if isinstance(content, list) else []
-    texts = [part for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    rest = [part for part in parts if part not in texts]
-    return "".join(str(part.get("text", "")) for part in texts), rest
-
-
-def _calls(calls: Sequence[Any]) -> list[tuple[str, str]]:
-    found = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict):
-            found.append((str(function.get("name")), _arguments(function.get("arguments"))))
-    return found
+    calls = [(name, _arguments(arguments)) for name, arguments in message.calls]
+    said = ("assistant", message.text.strip(), message.media, calls)
+    return marshal.dumps(said, _MARSHAL)
 
 
 def _arguments(arguments: Any) -> str:

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import ipaddress
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 from aiohttp import web
 
-from turncache.errors import ProtocolError
-from turncache.protocol import (
-    CallTags,
-    check_session_id,
-    identify,
-    tags_from_headers,
-)
 from turncache_server.control.messages import Signal
 from turncache_server.router import metrics
 from turncache_server.router.apis import APIS, errors_of
-from turncache_server.router.apis.api import Api, CallRequest
-from turncache_server.router.apis.chat import CHAT
+from turncache_server.router.apis.api import Api
 from turncache_server.router.body import Body
 from turncache_server.router.calls import PlannedCall
 from turncache_server.router.config import EngineConfig
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
-from turncache_server.router.events import WaitEnded
-from turncache_server.router.following import History, read_history
-from turncache_server.router.keys import Caller, salt_of
+from turncache_server.router.intake import Intake, tags_of
+from turncache_server.router.keys import Caller
 from turncache_server.router.legs import ANSWER_HEADERS, forwarded
 from turncache_server.router.limits import read_body
 from turncache_server.router.metrics import Metrics
-from turncache_server.router.opening import CallInput
-from turncache_server.router.plan import PlanHints, Side, Snapshot, check_model, make_plan
+from turncache_server.router.plan import Readiness, Side
 from turncache_server.router.services import Services
-from turncache_server.router.sessions import answer_key, namespaced
 from turncache_server.router.signals import holders, send_signal
 from turncache_server.router.stream import ClientAnswer
 
@@ -69,6 +57,7 @@ class Handlers:
     def __init__(self, services: Services, metrics: Metrics) -> None:
         self._services = services
         self._metrics = metrics
+        self._intake = Intake(services)
 
     def routes(self) -> list[web.RouteDef]:
         """Return the allow-list: every other path is 404, vLLM has some that change weights."""
@@ -97,66 +86,17 @@ class Handlers:
         """Serve a call of a planned API."""
         services = self._services
         started_s = services.clock()
-        headers, caller = self._headers(request), request[CALLER]
+        headers = self._headers(request)
         body = Body.parse(await self._json_body(request), max_depth=services.config.max_body_depth)
-        asked = api.read(body)
-        request_id = request[REQUEST_ID]
-        tags, anonymous = _tags(headers, body, request_id, caller.tenant)
-        snapshot = await self._snapshot_with(asked.model)
-        check_model(asked, snapshot)
-        history = None
-        if anonymous and api is CHAT and services.config.follow_conversations:
-            scope = f"{caller.tenant}\0{asked.model}"
-            history = read_history(scope, body.get("messages"))
-            tags, anonymous = self._followed(body, history, tags)
-        root, served_by = self._place(asked, tags, caller)
-        call = CallInput(
-            request=request_id,
-            api=api,
-            body=body,
-            asked=asked,
-            tags=tags,
-            anonymous=anonymous,
-            root=root,
-            history=history,
-            caller=caller,
-            salt=salt_of(
-                caller,
-                root if services.config.cache_salt == "session" else None,
-                body.get("cache_salt"),
-            ),
+        call, plan = await self._intake.planned(
+            api,
+            body,
             headers=headers,
+            caller=request[CALLER],
+            request_id=request[REQUEST_ID],
             started_s=started_s,
-            return_enabled=snapshot.return_enabled,
         )
-        if asked.brings_results:
-            self._end_wait(request_id, tags.session_id, started_s)
-        plan = make_plan(asked, PlanHints(root=root, served_by=served_by), snapshot)
         return await PlannedCall(services, call, plan, ClientAnswer(request, api.errors)).run()
-
-    def _followed(self, body: Body, history: History, tags: CallTags) -> tuple[CallTags, bool]:
-        """Say which conversation a call continues: (tags, whether it is nobody's).
-
-        Nobody knows whether a first call will be continued. One that offers tools probably
-        will: it is an agent's, and kept. Others are kept from their second call on.
-        """
-        known = self._services.conversations.session_of(history)
-        if known is not None:
-            return CallTags(session_id=known), False
-        if body.get("tools"):
-            return dataclasses.replace(tags, retain_s=None), False
-        return tags, True
-
-    def _place(self, asked: CallRequest, tags: CallTags, caller: Caller) -> tuple[str, str | None]:
-        """Return what the call is placed by, and the engine that answered last."""
-        sessions = self._services.sessions
-        continued = asked.continues
-        kept = None if continued is None else sessions.get(answer_key(continued, caller.tenant))
-        if kept is not None:
-            return kept.root, kept.served_by
-        entry = sessions.get(tags.session_id)
-        root = sessions.root_of(tags.session_id, tags.parent_id)
-        return root, None if entry is None else entry.served_by
 
     async def pass_on(self, request: web.Request) -> web.Response:
         """Serve what needs no plan: one engine's answer, in one piece."""
@@ -185,7 +125,7 @@ class Handlers:
         """Serve ``POST /v1/sessions``: what a client says of a session between two calls."""
         services = self._services
         empty = Body.parse(b"{}", max_depth=4)
-        tags, anonymous = _tags(self._headers(request), empty, "", request[CALLER].tenant)
+        tags, anonymous = tags_of(self._headers(request), empty, "", request[CALLER].tenant)
         if anonymous:
             raise invalid("X-Session-ID: a notice is about a session; name it.", param="session")
         body = Body.parse(await self._json_body(request), max_depth=4)
@@ -200,7 +140,7 @@ class Handlers:
             raise invalid("expect_s: expected seconds from 0.", param="expect_s")
         entry = services.sessions.get(tags.session_id)
         root = services.sessions.root_of(tags.session_id, tags.parent_id)
-        names = holders(self._snapshot(), root, None if entry is None else entry.served_by)
+        names = holders(self._services.snapshot(), root, None if entry is None else entry.served_by)
         if kind == "final":
             services.sessions.forget(tags.session_id)
             services.forecast.forget(tags.session_id)
@@ -256,8 +196,8 @@ class Handlers:
         return web.json_response(record.to_dict())
 
     async def health(self, _: web.Request) -> web.Response:
-        """Serve ``GET /health``: 200 only when every needed side has a live engine."""
-        snapshot = self._snapshot()
+        """Serve ``GET /health``: 200 when calls can be served, if only some by a policy."""
+        snapshot = self._services.snapshot()
         sides = {
             side.value: {
                 "live": sum(engine.live for engine in snapshot.of_side(side)),
@@ -267,8 +207,8 @@ class Handlers:
             for side in snapshot.needed_sides
         }
         draining = self._services.switches.draining
-        able = not draining and all(side["live"] for side in sides.values())
-        word = "ok" if able else "draining" if draining else "unavailable"
+        able = not draining and snapshot.readiness is not Readiness.UNAVAILABLE
+        word = "draining" if draining else snapshot.readiness.value
         return web.json_response(
             {"status": word, "sides": sides, "return_enabled": snapshot.return_enabled},
             status=200 if able else 503,
@@ -305,7 +245,7 @@ class Handlers:
 
     def _serving_engines(self) -> list[EngineConfig]:
         """Return the engines that answer clients: the live ones, or all when none is."""
-        snapshot = self._snapshot()
+        snapshot = self._services.snapshot()
         side = Side.SINGLE if Side.SINGLE in snapshot.needed_sides else Side.DECODE
         engines = snapshot.of_side(side)
         live = [engine for engine in engines if engine.live] or engines
@@ -325,24 +265,6 @@ class Handlers:
             code="no_engine",
             retry_after_s=self._services.config.retry_after_s,
         )
-
-    def _end_wait(self, request_id: str, session: str, now_s: float) -> None:
-        ended = self._services.forecast.ends(session, now_s=now_s)
-        if ended is not None:
-            self._services.events.emit(
-                WaitEnded(request=request_id, seconds=ended.seconds, expect_s=ended.expect_s)
-            )
-
-    def _snapshot(self) -> Snapshot:
-        return self._services.pool.snapshot(return_enabled=self._services.switches.return_enabled)
-
-    async def _snapshot_with(self, model: str | None) -> Snapshot:
-        """Return a snapshot; the engines are asked again when none is known to serve it."""
-        snapshot = self._snapshot()
-        if model is None or any(model in engine.models for engine in snapshot.engines):
-            return snapshot
-        await self._services.pool.refresh_models()
-        return self._snapshot()
 
     async def _json_body(self, request: web.Request) -> bytes:
         """Read a body within its limit.
@@ -398,28 +320,6 @@ def credential_of(request: web.Request) -> str | None:
 def unauthorized(message: str) -> ApiError:
     """Make the error for a request without a key that counts."""
     return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
-
-
-def _tags(
-    headers: Mapping[str, str], body: Body, request_id: str, tenant: str | None
-) -> tuple[CallTags, bool]:
-    """Read what the client says about the call: (tags, whether it named no session)."""
-    values: dict[str, Any] = {name: member.value for name, member in body.members.items()}
-    try:
-        identity = identify(headers, values)
-        if identity is None:
-            # Never a fingerprint of the content: two users who begin alike are not one.
-            session_id = check_session_id(f"anonymous-{request_id}")
-            return CallTags(session_id=session_id, retain_s=0.0), True
-        tags = tags_from_headers(headers, identity)
-    except ProtocolError as error:
-        raise invalid(f"{error}.", param=error.field) from error
-    parent = tags.parent_id
-    return dataclasses.replace(
-        tags,
-        session_id=namespaced(tags.session_id, tenant=tenant),
-        parent_id=None if parent is None else namespaced(parent, tenant=tenant),
-    ), False
 
 
 def _from_loopback(request: web.Request) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from turncache.protocol import CALL_HEADER, PROTOCOL_VERSION, SessionSource
 from turncache_server.router.errors import ApiError, invalid
@@ -33,12 +33,18 @@ _ONCE: Final = (
 )
 
 
+#: Left in a request whose version is none that the router speaks.
+_FOREIGN: Final = web.RequestKey("turncache_foreign_version", bool)
+
+
 def check_headers(request: web.Request, *, max_bytes: int, max_headers: int) -> None:
     """Refuse headers that are too many or too large, or of which it matters which one counts.
 
     Raises:
         ApiError: 431 or 400.
     """
+    if _FOREIGN in request:
+        raise invalid("The request line does not end in HTTP/1.1 or HTTP/1.0.")
     if len(request.raw_headers) > max_headers:
         raise ApiError(
             431,
@@ -157,7 +163,14 @@ class _Server(web.Server):
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any
     ) -> web.BaseRequest:
         protocol.in_time()
-        return self._make(message, payload, protocol, writer, task)
+        foreign = message.version not in (HttpVersion10, HttpVersion11)
+        if foreign:
+            # The parser takes a line without a version, and 2.0. The answer is in ours.
+            message = message._replace(version=HttpVersion11, should_close=True)
+        request = self._make(message, payload, protocol, writer, task)
+        if foreign:
+            request[_FOREIGN] = True
+        return request
 
 
 class _Connection(web.RequestHandler):

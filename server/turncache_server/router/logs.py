@@ -9,6 +9,7 @@ from turncache_server.router.events import (
     EngineChanged,
     EngineDrains,
     EnginePulls,
+    EngineRestarted,
     EnginesRead,
     EnginesRefused,
     Event,
@@ -81,4 +82,8 @@ def log_event(event: Event) -> None:
                 event.side,
                 "live" if event.live else "down",
                 event.why,
+            )
+        case EngineRestarted():
+            logger.warning(
+                "engine %s (%s) was restarted: what it had is gone", event.engine, event.side
             )

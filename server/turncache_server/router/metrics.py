@@ -17,6 +17,7 @@ from turncache_server.router.events import (
     EngineChanged,
     EngineLeft,
     EnginePulls,
+    EngineRestarted,
     EnginesRead,
     EnginesRefused,
     Event,
@@ -140,6 +141,12 @@ class Metrics:
             "Whether engines_file cannot be used at present, and the list before it stays.",
             registry=registry,
         )
+        self._restarts = Counter(
+            "turncache_router_engine_restarts_total",
+            "Engines that came back as another process.",
+            ("engine", "side"),
+            registry=registry,
+        )
         sessions = Gauge(
             "turncache_router_sessions", "Sessions in the router's table.", registry=registry
         )
@@ -183,6 +190,8 @@ class Metrics:
             case EnginesRefused():
                 self._lists.labels("refused").inc()
                 self._list_refused.set(1)
+            case EngineRestarted():
+                self._restarts.labels(event.engine, event.side).inc()
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

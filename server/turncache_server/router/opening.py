@@ -43,7 +43,8 @@ class CallInput:
         asked: what the router reads of the request.
         tags: what the client said, with the namespaced session and parent.
         anonymous: the client named no session, and the router knows none.
-        history: digests of the messages of a client that named no session, else None.
+        history: digests of the messages, None where nobody needs them.
+        followed: the client named no session: its conversation is followed.
         root: namespaced id that the session is placed by.
         headers: the client's headers with lower-case names.
         started_s: when the request arrived.
@@ -63,6 +64,7 @@ class CallInput:
     started_s: float
     return_enabled: bool
     history: History | None = None
+    followed: bool = False
     caller: Caller = ANYBODY
     salt: str | None = None
 

@@ -20,6 +20,14 @@ class Side(enum.StrEnum):
     DECODE = "decode"
 
 
+class Readiness(enum.StrEnum):
+    """What can be served: all calls, some (by the policy for a side that is gone), or none."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    UNAVAILABLE = "unavailable"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
     """One engine, as it is at the moment of planning.
@@ -45,10 +53,19 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The pool and the switches at one moment."""
+    """The pool and the switches at one moment.
+
+    Attributes:
+        decode_alone_tokens: new tokens up to which decode serves a call alone, 0 for never.
+        max_new_tokens_on_decode: likewise while no prefill engine lives.
+        serve_on_prefill: prefill serves calls alone while no decode engine lives.
+    """
 
     engines: tuple[EngineView, ...]
     return_enabled: bool = True
+    decode_alone_tokens: int = 0
+    max_new_tokens_on_decode: int = 0
+    serve_on_prefill: bool = False
 
     def of_side(self, side: Side) -> tuple[EngineView, ...]:
         """Return the engines of one side, live or not."""
@@ -60,6 +77,24 @@ class Snapshot:
         configured = {engine.side for engine in self.engines}
         return tuple(side for side in Side if side in configured)
 
+    @property
+    def readiness(self) -> Readiness:
+        """What can be served by the engines that live."""
+        live = {engine.side for engine in self.engines if engine.live}
+        gone = [side for side in self.needed_sides if side not in live]
+        if not gone:
+            return Readiness.OK
+        able = (gone == [Side.PREFILL] and self.max_new_tokens_on_decode > 0) or (
+            gone == [Side.DECODE] and self.serve_on_prefill
+        )
+        return Readiness.DEGRADED if able else Readiness.UNAVAILABLE
+
+    @property
+    def decode_limit(self) -> int:
+        """New tokens up to which decode serves a call alone at this moment."""
+        gone = 0 if _lives(self, Side.PREFILL) else self.max_new_tokens_on_decode
+        return max(self.decode_alone_tokens, gone)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanHints:
@@ -68,10 +103,15 @@ class PlanHints:
     Attributes:
         root: namespaced id that the session is placed by.
         served_by: name of the engine that generated the session's last answer.
+        new_tokens: most prompt tokens that ``served_by`` would have to compute, None when
+            it has not confirmed what it keeps.
+        all_tokens: most tokens of the prompt.
     """
 
     root: str
     served_by: str | None = None
+    new_tokens: int | None = None
+    all_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +119,7 @@ class CallPlan:
     """How a call is served.
 
     Attributes:
-        label: ``single``, ``return`` or ``cold``.
+        label: ``single``, ``decode``, ``return`` or ``cold``.
         reason: why nothing is returned, ``ok`` when that is not the plan's doing.
         prefill: engines for the prefill leg, best first; empty when one engine serves the
             call alone.
@@ -106,8 +146,11 @@ def make_plan(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
         serve = _keeper_first(request, hints, snapshot, Side.SINGLE)
         return CallPlan(label=Plan.SINGLE, reason=Reason.OK, prefill=(), serve=serve)
     if request.one_engine is not None:
-        serve = _keeper_first(request, hints, snapshot, Side.DECODE)
+        gone = snapshot.serve_on_prefill and not _lives(snapshot, Side.DECODE)
+        serve = _keeper_first(request, hints, snapshot, Side.PREFILL if gone else Side.DECODE)
         return CallPlan(label=Plan.COLD, reason=Reason.UNSUPPORTED, prefill=(), serve=serve)
+    if (alone := _one_side(request, hints, snapshot)) is not None:
+        return alone
     decode = _candidates(request, hints, snapshot, Side.DECODE)
     prefill = _candidates(request, hints, snapshot, Side.PREFILL)
     # One that does not pull decides for all: which of them will answer is not known yet.
@@ -124,6 +167,43 @@ def make_plan(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
         source=source,
         stock=stock,
     )
+
+
+def _one_side(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> CallPlan | None:
+    """Plan a call that one side serves alone, None when two are to share it.
+
+    Raises:
+        ApiError: 503, when no prefill engine lives and decode would compute too much.
+    """
+    if snapshot.serve_on_prefill and not _lives(snapshot, Side.DECODE):
+        serve = _candidates(request, hints, snapshot, Side.PREFILL)
+        return CallPlan(label=Plan.COLD, reason=Reason.SOURCE_GONE, prefill=(), serve=serve)
+    limit = snapshot.decode_limit
+    if limit == 0:
+        return None
+    if hints.new_tokens is not None and hints.new_tokens <= limit:
+        live = _live(request, snapshot, Side.DECODE)
+        # No other engine: one that does not keep the history would compute all of it.
+        serve = tuple(engine for engine in live if engine.name == hints.served_by and engine.live)
+        if serve and not serve[0].draining:
+            return CallPlan(label=Plan.DECODE, reason=Reason.OK, prefill=(), serve=serve)
+    if _lives(snapshot, Side.PREFILL):
+        return None
+    if hints.all_tokens <= limit:
+        serve = _candidates(request, hints, snapshot, Side.DECODE)
+        return CallPlan(label=Plan.DECODE, reason=Reason.OK, prefill=(), serve=serve)
+    raise ApiError(
+        503,
+        "No prefill engine is there at present, and decode computes at most "
+        f"{limit} new tokens of a prompt (max_new_tokens_on_decode). Nothing of the session is "
+        "lost; try again.",
+        kind=SERVER_ERROR,
+        code="no_prefill",
+    )
+
+
+def _lives(snapshot: Snapshot, side: Side) -> bool:
+    return any(engine.live for engine in snapshot.of_side(side))
 
 
 def check_model(request: CallRequest, snapshot: Snapshot) -> None:

@@ -25,6 +25,7 @@ from turncache_server.router.events import (
     EngineDrains,
     EngineLeft,
     EnginePulls,
+    EngineRestarted,
     EnginesRead,
     Events,
 )
@@ -58,6 +59,7 @@ class _Engine:
         self.models: Mapping[str, int | None] = {}
         self.pulls = True
         self.draining = False
+        self.start_id = ""
         self.told_live: bool | None = None
         self.check_now = asyncio.Event()
         self.checks: asyncio.Task[None] | None = None
@@ -156,6 +158,9 @@ class Pool:
         return Snapshot(
             engines=tuple(self._view(engine) for engine in self._engines.values()),
             return_enabled=return_enabled,
+            decode_alone_tokens=self._config.decode_alone_tokens,
+            max_new_tokens_on_decode=self._config.max_new_tokens_on_decode,
+            serve_on_prefill=self._config.serve_on_prefill,
         )
 
     def config_of(self, name: str) -> EngineConfig:
@@ -268,9 +273,12 @@ class Pool:
             engine.healthy = False
             self._tell(engine, str(failure))
             return
+        before = engine.start_id
         if status == HTTPStatus.OK:
             await self._ask_mode(engine)
-        recovered = status == HTTPStatus.OK and not engine.healthy
+        # A process may die and come back between two checks.
+        restarted = before not in ("", engine.start_id)
+        recovered = status == HTTPStatus.OK and (restarted or not engine.healthy)
         engine.healthy = status == HTTPStatus.OK
         if recovered:
             # Perhaps another process: what broke before says nothing about it, and it may
@@ -279,6 +287,10 @@ class Pool:
         if recovered or (engine.healthy and not engine.models):
             await self._learn(engine)
         self._tell(engine, f"/health answered {status}")
+        if restarted:
+            self._events.emit(
+                EngineRestarted(engine=engine.config.name, side=engine.config.side.value)
+            )
 
     async def _ask_mode(self, engine: _Engine) -> None:
         """Ask whether it pulls and drains; one that does not say keeps what it said before."""
@@ -291,6 +303,7 @@ class Pool:
             )
         except EngineFault:
             return
+        engine.start_id = reply.start_id or engine.start_id
         if reply.draining is not engine.draining:
             engine.draining = reply.draining
             self._events.emit(

@@ -13,6 +13,7 @@ from turncache_server.router.forecast import Forecast
 from turncache_server.router.keys import KeyFile
 from turncache_server.router.limits import InFlight
 from turncache_server.router.outcomes import AsksControl
+from turncache_server.router.plan import Snapshot
 from turncache_server.router.pool import Pool
 from turncache_server.router.records import CallRecords
 from turncache_server.router.sessions import SessionTable
@@ -60,3 +61,7 @@ class Services:
     engine_key: str | None
     in_flight: InFlight
     keys: KeyFile | None = None
+
+    def snapshot(self) -> Snapshot:
+        """Return the pool and the switches as they are now."""
+        return self.pool.snapshot(return_enabled=self.switches.return_enabled)

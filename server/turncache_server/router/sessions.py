@@ -13,6 +13,8 @@ import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from turncache_server.router.alone import Answered
+
 
 def namespaced(session_id: str, *, tenant: str | None = None) -> str:
     """Return the session id that engines see: 1 to 256 visible ASCII characters.
@@ -38,10 +40,12 @@ class SessionEntry:
     Attributes:
         served_by: name of the engine that generated the session's last answer.
         root: namespaced id of the first session of its tree: the key for placing.
+        answered: its last call, None unless decode may serve calls alone.
     """
 
     served_by: str
     root: str
+    answered: Answered | None = None
 
 
 class SessionTable:
@@ -79,14 +83,16 @@ class SessionTable:
         above = self._entries.get(parent)
         return above.root if above is not None else parent
 
-    def advance(self, session: str, *, served_by: str, root: str) -> str | None:
+    def advance(
+        self, session: str, *, served_by: str, root: str, answered: Answered | None = None
+    ) -> str | None:
         """Record that a call of the session has ended well on an engine.
 
         Returns:
             The engine that it has come from, None when it stays or is new.
         """
         before = self._entries.get(session)
-        self._entries[session] = SessionEntry(served_by=served_by, root=root)
+        self._entries[session] = SessionEntry(served_by=served_by, root=root, answered=answered)
         self._entries.move_to_end(session)
         while len(self._entries) > self._max_sessions:
             self._entries.popitem(last=False)

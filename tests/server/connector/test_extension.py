@@ -716,6 +716,9 @@ def test_sessions_that_are_kept_or_served_are_listed_by_digest(desk: Desk) -> No
     assert (seen.rows[0].expected_s, seen.rows[0].kept_s) == (15.0, 55.0)
     assert seen.rows[0].session == hashlib.blake2b(b"large", digest_size=6).hexdigest()
     assert len(listed(desk, limit=1).rows) == 1
+    asked = desk.service(Sessions(limit=1, session=seen.rows[1].session))
+    assert isinstance(asked, SessionsReply)
+    assert ([row.kept_blocks for row in asked.rows], asked.num_sessions) == ([2], 2)
     desk.extension.arrived(request("r4", session="large", num_blocks=5, first=100))
     seen = listed(desk)
     assert (seen.rows[0].state, seen.rows[0].kept_s, seen.num_calls) == ("serving", None, 1)

@@ -123,3 +123,15 @@ def test_the_readme_lists_every_setting_with_its_default() -> None:
         shown = item.default
         text = f'"{shown}"' if isinstance(shown, str) else f"{shown}".lower()
         assert row.group(1).replace("_", "").strip().startswith(text.removesuffix(".0")), item.name
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "router.example"])
+def test_beyond_loopback_without_keys_is_refused(host: str) -> None:
+    """The error names the ways out; both let it start."""
+    engines = [{"name": "e", "side": "single", "url": "http://127.0.0.1:1"}]
+    with pytest.raises(ConfigError, match=r"keys_file.*127\.0\.0\.1.*serve_without_keys"):
+        parse_config({"engines": engines, "host": host})
+    assert not parse_config({"engines": engines, "host": host, "serve_without_keys": True}).private
+    assert parse_config({"engines": engines, "host": host, "keys_file": "keys.toml"}).keys_file
+    for private in ("127.0.0.2", "::1", "localhost"):
+        assert parse_config({"engines": engines, "host": private}).private

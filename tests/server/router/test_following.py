@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,10 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.engine import fake_pair
-from tests.server.router.agents import ChatAgent, turn
+from tests.server.router.agents import (
+    ChatAgent,
+    CodingAgent,
+    MessagesAgent,
+    ResponsesAgent,
+    turn,
+)
 from tests.server.router.conftest import Pair
 from tests.server.router.support import bench, outcome_of
-from turncache_server.router.following import Conversations, History, Said, read_history
+from turncache_server.router.apis import APIS
+from turncache_server.router.body import Body
+from turncache_server.router.following import Conversations, History, Said
+from turncache_server.router.histories import chat_history, messages_history, response_history
 
 pytestmark = pytest.mark.anyio
 
@@ -20,10 +30,36 @@ FIRST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 CALL = Said(text="", calls=(("search", '{"query":"x","top":3}'),))
 
 
+class Nameless:
+    """An agent whose requests have lost every id on their way."""
+
+    def __init__(self, agent: CodingAgent) -> None:
+        self._agent = agent
+        self.path, self.ask, self.take = agent.path, agent.ask, agent.take
+
+    def request(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return body and headers of the next call."""
+        body, _ = self._agent.request()
+        named = ("metadata", "prompt_cache_key")
+        return {name: value for name, value in body.items() if name not in named}, {}
+
+
+def body_of(**members: Any) -> Body:
+    """Make a body."""
+    return Body.parse(json.dumps(members).encode(), max_depth=100)
+
+
+def read_history(scope: str, messages: list[dict[str, Any]]) -> History:
+    """Read the messages of a chat completion."""
+    history = chat_history(scope, body_of(messages=messages))
+    assert history is not None
+    return history
+
+
 def known(said: Said, messages: list[dict[str, Any]] | None = None) -> Conversations:
     """Return a table with one conversation."""
     table = Conversations(10)
-    table.answered(read_history("m", messages or FIRST), said, "s")
+    table.answered(read_history("m", messages or FIRST).with_answer(said), "s")
     return table
 
 
@@ -32,10 +68,14 @@ def then(*messages: dict[str, Any]) -> History:
     return read_history("m", [*FIRST, *messages])
 
 
-async def test_cline_sends_no_id_and_loses_nothing() -> None:
-    """An agent without any id is one session over 30 calls, on one of several engines."""
+@pytest.mark.parametrize(
+    "agent",
+    [ChatAgent({}), Nameless(MessagesAgent("s")), Nameless(ResponsesAgent("s"))],
+    ids=["chat", "messages", "responses"],
+)
+async def test_an_agent_that_sends_no_id_loses_nothing(agent: CodingAgent | Nameless) -> None:
+    """It is one session over 30 calls with tools, on one of several engines."""
     async with fake_pair(decodes=3) as ([prefill], decodes), bench(prefill, *decodes) as running:
-        agent = ChatAgent({})
         answers = []
         while len(answers) < 30:
             prefill.kv.flush()
@@ -139,10 +179,70 @@ def test_the_table_is_bounded() -> None:
     """The conversation that was used least recently is forgotten first."""
     table = Conversations(2)
     for name in "abc":
-        table.answered(read_history("m", FIRST), Said(text=name), name)
+        table.answered(read_history("m", FIRST).with_answer(Said(text=name)), name)
     assert len(table) == 2
     assert table.session_of(then({"role": "assistant", "content": "a"})) is None
     assert table.session_of(then({"role": "assistant", "content": "c"})) == "c"
+
+
+def test_a_message_comes_back_without_thinking_and_with_the_billing_line_of_its_time() -> None:
+    """What vLLM's template does not get, or drops, is not part of a conversation."""
+    billed = [{"type": "text", "text": "x-anthropic-billing-header: cch=1"}]
+    prompt = [{"type": "text", "text": "Be brief."}]
+    asked = {"role": "user", "content": "Hello"}
+    history = messages_history("m", body_of(system=billed + prompt, messages=[asked]))
+    assert history is not None
+    table = Conversations(10)
+    said = Said(text="Hi!", calls=(("search", '{"top":3,"query":"x"}'),))
+    table.answered(history.with_answer(said), "s")
+    answer = {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "x"},
+            {"type": "text", "text": "Hi!"},
+            {"type": "tool_use", "id": "t", "name": "search", "input": {"query": "x", "top": 3}},
+        ],
+    }
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "found"}
+    messages = [asked, answer, {"role": "user", "content": [result]}]
+    billed[0]["text"] += "2"
+    later = messages_history("m", body_of(system=billed + prompt, messages=messages))
+    assert later is not None
+    assert table.session_of(later) == "s"
+    other = messages_history("m", body_of(system="Be long.", messages=messages))
+    assert other is not None
+    assert table.session_of(other) is None
+
+
+def test_a_response_comes_back_as_its_items() -> None:
+    """Reasoning, message and parallel calls are one answer, with or without ids of items."""
+    history = response_history("m", body_of(instructions="Be brief.", input="Hello"))
+    assert history is not None
+    table = Conversations(10)
+    calls = (("shell", '{"a": 1}'), ("patch", "*** Begin"))
+    table.answered(history.with_answer(Said(text="Hi!", calls=calls)), "s")
+    part = {"type": "output_text", "text": "Hi!", "annotations": []}
+    items = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
+        {"type": "message", "id": "m", "role": "assistant", "content": [part]},
+        {"type": "function_call", "call_id": "1", "name": "shell", "arguments": '{"a":1}'},
+        {"type": "custom_tool_call", "call_id": "2", "name": "patch", "input": "*** Begin"},
+        {"type": "function_call_output", "call_id": "1", "output": "found"},
+    ]
+    later = response_history("m", body_of(instructions="Be brief.", input=items))
+    assert later is not None
+    assert table.session_of(later) == "s"
+    kept = body_of(input=items, previous_response_id="resp_1")
+    assert response_history("m", kept) is None
+
+
+def test_what_is_new_is_what_came_after_the_latest_answer() -> None:
+    """Its size bounds what an engine that has the rest must compute."""
+    asked = {"role": "user", "content": "x" * 500}
+    longer = then({"role": "assistant", "content": "y" * 4000}, asked)
+    assert 500 <= longer.new_bytes < 600
+    assert then(asked).new_bytes > longer.new_bytes
 
 
 JSON = st.recursive(
@@ -150,12 +250,16 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=4,
 )
+KINDS = st.sampled_from(["text", "thinking", "tool_use", "tool_result"])
+PART = st.fixed_dictionaries({"type": KINDS | JSON}, optional={"text": JSON, "content": JSON})
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {},
         optional={
             "role": st.sampled_from(["user", "assistant", "tool"]) | JSON,
-            "content": JSON,
+            "type": st.sampled_from(["function_call", "message", "reasoning"]) | JSON,
+            "content": JSON | st.lists(PART, max_size=3),
+            "output": JSON,
             "tool_calls": JSON,
         },
     ),
@@ -165,7 +269,10 @@ MESSAGES = st.lists(
 
 # Wide JSON is slow to draw on a busy machine, and no sign of anything.
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(MESSAGES)
-def test_any_messages_can_be_read(messages: list[dict[str, Any]]) -> None:
+@given(MESSAGES, JSON)
+def test_any_messages_can_be_read(messages: list[dict[str, Any]], other: Any) -> None:
     """Whatever a body holds, following it raises nothing and is a function of it."""
-    assert read_history("m", messages) == read_history("m", messages)
+    for api in APIS:
+        body = body_of(messages=messages, input=messages, system=other, instructions=other)
+        if isinstance(other, list | str | None):
+            assert api.history("m", body) == api.history("m", body)

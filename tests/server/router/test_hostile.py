@@ -60,6 +60,10 @@ SMUGGLED: Final[dict[str, bytes]] = {
         b"5\r\n" + BODY + b"\r\n0\r\n\r\n", headers=[b"Transfer-Encoding: chunked"], length=b""
     ),
     "other version": request(version=b"HTTP/3.7"),
+    "no version": request(version=b""),
+    "a version that is part of the path": request().replace(b" HTTP/1.1", b"HTTP/1.1", 1),
+    "old version": request(version=b"HTTP/0.9"),
+    "HTTP/2 with HTTP/1's framing": request(version=b"HTTP/2.0"),
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     "too many headers": request(headers=[b"X-%d: 1" % n for n in range(101)]),

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from turncache_server.router.body import Body
 from turncache_server.router.ending import Ending
 from turncache_server.router.errors import ApiError, invalid
+from turncache_server.router.following import History, Said
 
 _WORDS: Final = {
     bool: "a boolean",
@@ -87,6 +88,10 @@ class Collector(Protocol):
         """Judge what has been seen so far as the whole answer."""
         ...
 
+    def said(self) -> Said:
+        """Return what the model has said so far, tool calls as it wrote them."""
+        ...
+
 
 class ErrorForm(Protocol):
     """The shape of errors that an API's clients parse."""
@@ -127,6 +132,8 @@ class Api:
             that nobody reads.
         prefill_drop: members that the prefill leg leaves out: what shapes an answer that is
             thrown away, and would refuse, stop or enlarge it.
+        history: reads the messages in the form by which conversations are followed, from the
+            scope and the body; None where nothing can be followed.
         takes_session: vLLM's schema has ``session_id``.
         errors: the shape of its errors.
     """
@@ -137,6 +144,7 @@ class Api:
     collector: Callable[[int, bool], Collector]
     prefill_put: Callable[[Body], Mapping[str, str]]
     prefill_drop: frozenset[str]
+    history: Callable[[str, Body], History | None] = lambda _scope, _body: None
     takes_session: bool = True
     errors: ErrorForm = OPENAI_ERRORS
 

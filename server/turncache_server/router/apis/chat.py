@@ -16,6 +16,7 @@ from turncache_server.router.apis.api import (
 from turncache_server.router.body import Body
 from turncache_server.router.ending import ChatEnding
 from turncache_server.router.errors import invalid
+from turncache_server.router.histories import chat_history
 
 #: Member to legal types, of what chat and plain completions share.
 SHARED_TYPES: Final[dict[str, tuple[type, ...]]] = {
@@ -154,4 +155,5 @@ CHAT: Final = Api(
     collector=lambda num_choices, final: ChatEnding(num_choices=num_choices, final=final),
     prefill_put=_prefill_put,
     prefill_drop=PREFILL_DROP,
+    history=chat_history,
 )

@@ -24,6 +24,8 @@ from turncache_server.router.ending import (
     complete_names,
 )
 from turncache_server.router.errors import ApiError, invalid
+from turncache_server.router.following import Said
+from turncache_server.router.histories import messages_history
 
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "max_tokens": (int,),
@@ -117,10 +119,12 @@ class _Block(msgspec.Struct, frozen=True):
     type: str = ""
     name: str | None = None
     input: Any = None
+    text: str | None = None
 
 
 class _Delta(msgspec.Struct, frozen=True):
     partial_json: str | None = None
+    text: str | None = None
     stop_reason: str | None = None
 
 
@@ -154,6 +158,7 @@ class MessagesEnding:
     def __init__(self, *, final: bool = False) -> None:
         self._final = final
         self._tools: dict[int, ToolState] = {}
+        self._text: list[str] = []
         self._stop_reason: str | None = None
         self._prompt_tokens = 0
         self._answer_tokens = 0
@@ -181,6 +186,8 @@ class MessagesEnding:
                 self._stop_reason = event.stop_reason
             case "content_block_start" if event.content_block and event.index is not None:
                 self._begin(event.index, event.content_block)
+            case "content_block_delta" if event.delta and event.delta.text:
+                self._text.append(event.delta.text)
             case "content_block_delta" if event.delta and event.index in self._tools:
                 self._tools[event.index].add(None, event.delta.partial_json)
             case "message_delta" if event.delta:
@@ -204,7 +211,15 @@ class MessagesEnding:
             usage=Usage(self._prompt_tokens, self._answer_tokens) if self._counted else None,
         )
 
+    def said(self) -> Said:
+        """Return what the model has said so far, tool calls as it wrote them."""
+        tools = (tool for _, tool in sorted(self._tools.items()))
+        calls = tuple((tool.name, "".join(tool.arguments) or "{}") for tool in tools)
+        return Said(text="".join(self._text), calls=calls)
+
     def _begin(self, index: int, block: _Block) -> None:
+        if block.type == "text" and block.text:
+            self._text.append(block.text)
         if block.type != "tool_use":
             return
         tool = self._tools[index] = ToolState()
@@ -240,6 +255,7 @@ MESSAGES: Final = Api(
     collector=lambda _, final: MessagesEnding(final=final),
     prefill_put=_prefill_put,
     prefill_drop=frozenset({"stop_sequences"}),
+    history=messages_history,
     takes_session=False,
     errors=ANTHROPIC_ERRORS,
 )

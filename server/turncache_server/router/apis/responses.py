@@ -24,6 +24,8 @@ from turncache_server.router.ending import (
     complete_names,
 )
 from turncache_server.router.errors import ApiError, invalid
+from turncache_server.router.following import Said
+from turncache_server.router.histories import response_history, said_in_items
 
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "background": (bool,),
@@ -111,6 +113,8 @@ class _Item(msgspec.Struct, frozen=True):
     type: str = ""
     name: str | None = None
     arguments: str | None = None
+    input: Any = None
+    content: Any = None
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -184,6 +188,11 @@ class ResponsesEnding:
             answer_id=answer.id,
         )
 
+    def said(self) -> Said:
+        """Return what the model has said, tool calls as it wrote them."""
+        output = () if self._answer is None else self._answer.output
+        return said_in_items(map(msgspec.structs.asdict, output))
+
     def _problem(self) -> str | None:
         if self._error:
             return "the engine reported an error"
@@ -237,5 +246,6 @@ RESPONSES: Final = Api(
             "top_logprobs",
         }
     ),
+    history=response_history,
     errors=_ResponsesErrors(),
 )
