@@ -202,6 +202,15 @@ def test_a_message_that_was_changed_in_place_is_noticed(history: list[Any], data
     assert memo.read(messages) == Memo().read(messages)
 
 
+def test_arguments_that_were_changed_in_place_are_noticed() -> None:
+    """What the memo keeps of a tool call shares no container with the caller's."""
+    memo = Memo()
+    messages = copy.deepcopy([user(), CALLS, result(), assistant(), user()])
+    memo.read(messages)
+    messages[1]["tool_calls"][0]["function"]["arguments"] = '{"q": 1}'
+    assert memo.read(messages) == Memo().read(messages)
+
+
 def test_old_histories_leave_the_memo() -> None:
     """The memo holds no more text than it may."""
     memo = Memo(max_histories=2, max_chars=1000)
