@@ -113,6 +113,15 @@ def test_every_change_of_a_message_shows(changed: Any) -> None:
     assert read([user(), message]).history != read([user(), changed]).history
 
 
+@pytest.mark.parametrize("inner", [False, True], ids=["call", "function"])
+def test_a_member_more_in_a_tool_call_shows(inner: bool) -> None:
+    """A tool call that holds more than the usual members is another message."""
+    changed = copy.deepcopy(CALLS)
+    call = changed["tool_calls"][0]
+    (call["function"] if inner else call)["index"] = 0
+    assert read([user(), CALLS]).history != read([user(), changed]).history
+
+
 def test_key_order_of_a_message_does_not_matter() -> None:
     """Templates read a message by key: the order of its keys renders the same."""
     one = {"role": "tool", "tool_call_id": "c1", "content": "42", "name": "search"}
@@ -190,6 +199,15 @@ def test_a_message_that_was_changed_in_place_is_noticed(history: list[Any], data
         changed["tool_calls"].pop()
     else:
         changed["content"] = "rewritten"
+    assert memo.read(messages) == Memo().read(messages)
+
+
+def test_arguments_that_were_changed_in_place_are_noticed() -> None:
+    """What the memo keeps of a tool call shares no container with the caller's."""
+    memo = Memo()
+    messages = copy.deepcopy([user(), CALLS, result(), assistant(), user()])
+    memo.read(messages)
+    messages[1]["tool_calls"][0]["function"]["arguments"] = '{"q": 1}'
     assert memo.read(messages) == Memo().read(messages)
 
 
