@@ -182,8 +182,8 @@ class Metrics:
             case EnginePulls():
                 self._pulls.labels(event.engine, event.side).set(event.pulls)
             case EngineLeft():
-                for gauge in (self._live, self._pulls):
-                    gauge.remove(event.engine, event.side)
+                for metric in (self._live, self._pulls, self._restarts):
+                    metric.remove(event.engine, event.side)
             case EnginesRead():
                 self._lists.labels("read").inc()
                 self._list_refused.set(0)
