@@ -20,11 +20,13 @@ from turncache.errors import ProtocolError
 from turncache.follow import Follower
 from turncache.ledger import MAX_LINEAGES, Ledger
 from turncache.protocol import identify
+from turncache_tools.doctor_agents import HABITS, Habit, as_chat, habits
 from turncache_tools.finding import Finding
 
 _SUBJECT: Final = "requests"
 #: Dropping much of a history, rarely, is what a compaction does.
-_HARMLESS: Final = frozenset({Break.MESSAGES_DROPPED})
+#: What agents do by themselves costs on some servers only.
+_HARMLESS: Final = frozenset({Break.MESSAGES_DROPPED, *Habit})
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class _Seen:
     """How often one kind of change was found, and where first."""
 
     first_line: int
-    advice: Advice
+    advice: Advice | str
     times: int = 1
 
 
@@ -53,7 +55,7 @@ class LogReader:
         self._follower: Follower[_Conversation] = Follower(lambda _: _Conversation())
         self._sessions: dict[str, _Conversation] = {}
         self._conversations: set[int] = set()
-        self._seen: dict[Break, _Seen] = {}
+        self._seen: dict[Break | Habit, _Seen] = {}
         self._num_read = 0
         self._num_odd = 0
         self._num_messages = 0
@@ -65,9 +67,13 @@ class LogReader:
             if not line.strip():
                 continue
             try:
-                headers, body = _request(line)
+                headers, logged = _request(line)
+                body, is_billed = as_chat(logged)
                 reading = read_call(body, self._memo)
                 self._take(number, headers, body, reading)
+                found = [Habit.BILLING_HEADER] if is_billed else []
+                for habit in (*found, *habits(body, reading)):
+                    self._note(number, habit, HABITS[habit])
             except (ValueError, TypeError, AttributeError, KeyError):
                 self._num_odd += 1
 
@@ -112,11 +118,14 @@ class LogReader:
         conversation.histories.append(own)
         before = conversation.ledger.shape_before(reading) if own else None
         for advice in findings(before, reading) if before is not None else ():
-            seen = self._seen.get(advice.kind)
-            if seen is None:
-                self._seen[advice.kind] = _Seen(number, advice)
-            else:
-                seen.times += 1
+            self._note(number, advice.kind, advice)
+
+    def _note(self, number: int, kind: Break | Habit, advice: Advice | str) -> None:
+        seen = self._seen.get(kind)
+        if seen is None:
+            self._seen[kind] = _Seen(number, advice)
+        else:
+            seen.times += 1
 
     def _conversation(
         self, headers: Mapping[str, str], body: Mapping[str, Any], reading: Reading
@@ -137,7 +146,7 @@ def look_at_log(lines: Iterable[str]) -> list[Finding]:
     return reader.findings()
 
 
-def _finding(kind: Break, seen: _Seen) -> Finding:
+def _finding(kind: Break | Habit, seen: _Seen) -> Finding:
     times = "once" if seen.times == 1 else f"{seen.times:,} times"
     return Finding(
         subject=kind.value,

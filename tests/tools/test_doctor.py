@@ -167,6 +167,53 @@ def test_what_breaks_reuse_is_found(second: Any, kind: str) -> None:
     assert "geheim" not in finding.detail
 
 
+BILLED = [
+    {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=0a1b2;"},
+    {"type": "text", "text": "You are Claude Code"},
+]
+
+
+@pytest.mark.parametrize(
+    ("request_body", "habit", "says"),
+    [
+        ({"system": BILLED, "messages": [user("hi")]}, "billing_header", "ATTRIBUTION_HEADER=0"),
+        (
+            body([*LOOP, assistant("yes"), system("remember"), user("go on")]),
+            "system_in_history",
+            "--chat-template",
+        ),
+        (
+            {"input": [{"role": "user", "content": "hi"}], "truncation": "auto"},
+            "truncation_auto",
+            "compact rarely",
+        ),
+    ],
+)
+def test_habits_of_coding_agents_are_named(request_body: Any, habit: str, says: str) -> None:
+    """Once, with what to do; a note, because some servers do not mind."""
+    findings = look_at_log([json.dumps(request_body)] * 3)
+    [found] = [each for each in findings if each.subject == habit]
+    assert found.verdict == "note"
+    assert found.detail.startswith("3 times, first in line 1: ")
+    assert says in found.detail
+
+
+def test_a_billing_line_hides_no_other_change() -> None:
+    """It alone is no change of the system prompt; a clock behind it is."""
+    lines = []
+    messages: list[Any] = [user("hello")]
+    for number in range(3):
+        billing = {"type": "text", "text": f"x-anthropic-billing-header: cch={number};"}
+        lines.append({"system": [billing, BILLED[1]], "messages": messages})
+        messages = [*messages, assistant(f"a{number}"), user(f"u{number}")]
+    subjects = {each.subject for each in look_at_log(map(json.dumps, lines))}
+    assert "billing_header" in subjects
+    assert not subjects & {"system_changed", "time_in_system"}
+    for number, line in enumerate(lines):
+        line["system"] = [*line["system"], {"type": "text", "text": f"12:00:0{number}"}]
+    assert "time_in_system" in {each.subject for each in look_at_log(map(json.dumps, lines))}
+
+
 def test_repeated_faults_are_one_finding() -> None:
     """A clock in every prompt is said once, with how often, from the first shared answer on."""
     lines, messages = [], [user("hello")]

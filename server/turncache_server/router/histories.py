@@ -67,7 +67,7 @@ def _functions(calls: Any) -> Iterator[tuple[str, Any]]:
 
 def _of_messages(system: Any, messages: list[dict[str, Any]]) -> Iterator[Message]:
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or ()
-    text, media = _content([block for block in blocks if not _is_billing(block)])
+    text, media = _content([block for block in blocks if not is_billing(block)])
     yield "system", text, media
     for message in messages:
         role, content = message.get("role"), message.get("content")
@@ -85,7 +85,11 @@ def _of_messages(system: Any, messages: list[dict[str, Any]]) -> Iterator[Messag
             yield role, text, media, results
 
 
-def _is_billing(block: Any) -> bool:
+def is_billing(block: Any) -> bool:
+    """Say whether a block of a system prompt is Claude Code's line for its provider.
+
+    It is another one in every request, and vLLM drops it before the template.
+    """
     return isinstance(block, dict) and str(block.get("text")).startswith(_BILLING)
 
 
