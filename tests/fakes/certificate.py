@@ -1,4 +1,4 @@
-"""A certificate for 127.0.0.1 that signs itself, and its key: public, for tests alone."""
+"""Two certificates for 127.0.0.1 that sign themselves, and their keys: public, for tests alone."""
 
 from __future__ import annotations
 
@@ -23,5 +23,27 @@ PRIVATE_KEY: Final = """\
 MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgP/N0HFKBL/GyhNsX
 bBGCaALweiStJsc81HkXzz3mUmuhRANCAAR3V5EIGgg5c0enm7pkxnyemZEbw666
 k2tobmbY+p/nc7EZuBJiTiUdltWX2T+2qo2JFF8BBV6Tp1s6Y1osNFD8
+-----END PRIVATE KEY-----
+"""
+
+NEXT_CERTIFICATE: Final = """\
+-----BEGIN CERTIFICATE-----
+MIIBnDCCAUGgAwIBAgIUFRud9fscnf+Wi2PP3jHZHDmC3nowCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJMTI3LjAuMC4xMCAXDTI2MTEzMDEwMjYzN1oYDzIxMjYxMTA2
+MTAyNjM3WjAUMRIwEAYDVQQDDAkxMjcuMC4wLjEwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAATukdjgeAUHN65YygKhUnXW9eFbisCM0k9M7gIhTpfRVTmM8T4INQwy
+kor5q+htd9wB1c3IUPezeWlxEFgVzgbio28wbTAdBgNVHQ4EFgQUVJeM/7j+eNUP
+ft4lfNEH3NIhKkIwHwYDVR0jBBgwFoAUVJeM/7j+eNUPft4lfNEH3NIhKkIwDwYD
+VR0TAQH/BAUwAwEB/zAaBgNVHREEEzARhwR/AAABgglsb2NhbGhvc3QwCgYIKoZI
+zj0EAwIDSQAwRgIhAJjq8DD4WEVsNInydxTTGpUM/J1PFTpQ8j62qCKqNQ3oAiEA
+r94QUmTUWgThQTq4HKIBG6/4JaowjbjjHjU4I0U/Q1g=
+-----END CERTIFICATE-----
+"""
+
+NEXT_PRIVATE_KEY: Final = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgMf1XN/fVg114eiZc
+YoWUkCshBia4UnDh9kbUOiVB+ZOhRANCAATukdjgeAUHN65YygKhUnXW9eFbisCM
+0k9M7gIhTpfRVTmM8T4INQwykor5q+htd9wB1c3IUPezeWlxEFgVzgbi
 -----END PRIVATE KEY-----
 """

@@ -32,12 +32,15 @@ def arguments(model_folder: Path, engine_python: str, tmp_path: Path) -> tuple[s
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """Run the verb until it has described its stack."""
+    # Below a shell's background job Ctrl-C is ignored, and programs that we start inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [sys.executable, "-m", "turncache_tools", *arguments, "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as program:
+        signal.signal(signal.SIGINT, before)
         assert program.stdout is not None
         line = program.stdout.readline()
         try:

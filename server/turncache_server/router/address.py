@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ssl
+from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -21,19 +22,20 @@ class Address:
     Args:
         url: its base URL.
         space: of its connections.
+        trust: returns whose certificates count, for ``https``.
 
     Attributes:
         host: value of the ``host`` header.
     """
 
-    def __init__(self, url: str, space: memoryview) -> None:
+    def __init__(self, url: str, space: memoryview, trust: Callable[[], ssl.SSLContext]) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None, "the settings have been checked"
         self.host = parts.netloc.encode("idna").decode()
         self._hostname = parts.hostname
         self._connection = functools.partial(Connection, space)
-        self._tls = parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
+        self._tls = trust() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls is not None else 80)
         #: With the time since which each is idle; the last used is at the end.
         self._idle: list[tuple[float, Connection]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -47,7 +49,7 @@ class Address:
         """
         async with asyncio.timeout(timeout_s):
             _, connection = await asyncio.get_running_loop().create_connection(
-                self._connection, self._hostname, self._port, ssl=_trust() if self._tls else None
+                self._connection, self._hostname, self._port, ssl=self._tls
             )
         return connection
 
@@ -94,9 +96,3 @@ class Address:
         self._timer = None
         if kept:
             self._timer = loop.call_at(kept[0][0] + _KEEP_ALIVE_S, self._drop_old)
-
-
-@functools.cache
-def _trust() -> ssl.SSLContext:
-    """Return whose certificates count; reading them takes longer than a call."""
-    return ssl.create_default_context()

@@ -44,6 +44,7 @@ from turncache_server.router.pool import Pool
 from turncache_server.router.records import CallRecords
 from turncache_server.router.services import Services, Switches
 from turncache_server.router.sessions import SessionTable
+from turncache_server.router.tls import ServerCertificate
 from turncache_server.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ async def serving(
     try:
         await runner.setup()
         await services.pool.start()
-        site = await _listen(runner, config)
+        site = await _listen(runner, config, clock)
         router = Router(_url(runner, config), services)
         logger.info("router listens on %s", router.url)
         try:
@@ -297,8 +298,11 @@ async def _mark(request: web.Request, response: web.StreamResponse) -> None:
         response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
 
 
-async def _listen(runner: web.AppRunner, config: RouterConfig) -> web.TCPSite:
-    site = web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG, ssl_context=_tls(config))
+async def _listen(
+    runner: web.AppRunner, config: RouterConfig, clock: Callable[[], float]
+) -> web.TCPSite:
+    tls = _tls(config, clock)
+    site = web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG, ssl_context=tls)
     try:
         await site.start()
     except OSError as error:
@@ -319,18 +323,11 @@ def _url(runner: web.AppRunner, config: RouterConfig) -> str:
     return f"http{'s' if config.tls_cert_file else ''}://{host}:{port}"
 
 
-def _tls(config: RouterConfig) -> ssl.SSLContext | None:
+def _tls(config: RouterConfig, clock: Callable[[], float]) -> ssl.SSLContext | None:
     if not config.tls_cert_file:
         return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
-    except OSError as error:  # SSLError is one
-        raise ConfigError(
-            "tls_cert_file",
-            f"cannot use {config.tls_cert_file!r} with {config.tls_key_file!r}: {error}",
-        ) from error
-    return context
+    files = Path(config.tls_cert_file), Path(config.tls_key_file)
+    return ServerCertificate(*files, clock).context
 
 
 def _engine_key(config: RouterConfig) -> str | None:

@@ -65,6 +65,7 @@ class RouterConfig:
     cache_salt: str = _word("tenant", "tenant", "session")
     tls_cert_file: str = ""
     tls_key_file: str = ""
+    engines_ca_file: str = ""
     host: str = "127.0.0.1"
     serve_without_keys: bool = False
     port: int = _number(8000, 0, 65535)

@@ -17,23 +17,22 @@ from turncache.errors import ConfigError
 from turncache_server.router.config import EngineConfig, RouterConfig, read_engines
 from turncache_server.router.events import EnginesRefused, Events
 from turncache_server.router.pool import Pool
-
-_Stamp = tuple[int, int, int]
+from turncache_server.router.stamps import Stamp, stamp_of
 
 
 class EnginesFile:
     """A file of engines.
 
     Args:
-        path: the file; a link is followed, as Kubernetes replaces what it mounts.
+        path: the file.
         keyed: see :func:`turncache_server.router.config.read_engines`.
     """
 
     def __init__(self, path: Path, *, keyed: bool) -> None:
         self._path = path.expanduser()
         self._keyed = keyed
-        self._seen: _Stamp | None = None
-        self._taken: _Stamp | None = None
+        self._seen: Stamp | None = None
+        self._taken: Stamp | None = None
 
     def look(self) -> tuple[EngineConfig, ...] | None:
         """Return the engines when the file has changed and is at rest, else None.
@@ -41,24 +40,17 @@ class EnginesFile:
         Raises:
             ConfigError: it is at rest and cannot be used. It is read again at every look.
         """
-        stamp = self._stamp()
+        stamp = stamp_of(self._path)
         at_rest = stamp == self._seen
         self._seen = stamp
         if not at_rest or (stamp is not None and stamp == self._taken):
             return None
         self._taken = None
         engines = read_engines(self._path, keyed=self._keyed)
-        if self._stamp() != stamp:
+        if stamp_of(self._path) != stamp:
             return None
         self._taken = stamp
         return engines
-
-    def _stamp(self) -> _Stamp | None:
-        try:
-            status = self._path.stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turncache.errors import ConfigError
+from turncache_server.router.stamps import stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ class KeyFile:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._path = path.expanduser()
         self._clock = clock
-        self._seen = self._stamp()
+        self._seen = stamp_of(self._path)
         self._callers = read_keys(self._path)
         self._looked_s = clock()
 
@@ -204,7 +205,7 @@ class KeyFile:
         if now_s - self._looked_s < _RELOAD_S:
             return
         self._looked_s = now_s
-        stamp = self._stamp()
+        stamp = stamp_of(self._path)
         if stamp == self._seen:
             return
         self._seen = stamp
@@ -214,13 +215,6 @@ class KeyFile:
             logger.error("the keys in use stay: %s", error)  # noqa: TRY400 - says it all
             return
         logger.info("%d keys read from %s", len(self._callers), self._path)
-
-    def _stamp(self) -> tuple[int, int, int] | None:
-        try:
-            status = self._path.stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def salt_of(caller: Caller, root: str | None, given: object) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Final, Self
@@ -11,6 +12,7 @@ from turncache_server.router.address import Address
 from turncache_server.router.config import EngineConfig, RouterConfig
 from turncache_server.router.connection import Broken, Connection, Take
 from turncache_server.router.errors import LegFailed
+from turncache_server.router.tls import engines_trust
 from turncache_server.router.wire import request_head
 
 #: A connection that was idle for this long, and ends this soon after a request without a
@@ -156,12 +158,19 @@ class Upstream:
     Args:
         config: the router's settings.
         stale_s: idle seconds after which an engine may have given up a connection.
+
+    Raises:
+        ConfigError: ``engines_ca_file`` cannot be used.
     """
 
     def __init__(self, config: RouterConfig, *, stale_s: float = _STALE_S) -> None:
         self._config = config
         self._stale_s = stale_s
         self._space = memoryview(bytearray(_READ_BYTES))
+        # Reading certificates takes longer than a call: once, and only when they are needed.
+        self._trust = functools.cache(lambda: engines_trust(config.engines_ca_file))
+        if config.engines_ca_file:
+            self._trust()
         self._addresses: dict[str, Address] = {}
         for engine in config.engines:
             self.meet(engine.url)
@@ -169,7 +178,7 @@ class Upstream:
     def meet(self, url: str) -> None:
         """Keep idle connections to an engine from now on."""
         if url not in self._addresses:
-            self._addresses[url] = Address(url, self._space)
+            self._addresses[url] = Address(url, self._space, self._trust)
 
     def leave(self, url: str) -> None:
         """Close the idle connections to an engine, and keep none any more."""
@@ -250,7 +259,7 @@ class Upstream:
 
     def _at(self, url: str) -> Address:
         # Of an engine that has just left: its idle connection is dropped by its own timer.
-        return self._addresses.get(url) or Address(url, self._space)
+        return self._addresses.get(url) or Address(url, self._space, self._trust)
 
     async def _asked(
         self,

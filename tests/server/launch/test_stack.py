@@ -281,7 +281,8 @@ def test_a_stack_outlives_the_thread_that_started_it(make_spec: MakeSpec) -> Non
 
 
 LAUNCHER = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from turncache_server.launch.stack import StackSpec, start
 model, python, logs = sys.argv[1:4]
 spec = StackSpec(
@@ -314,12 +315,15 @@ def test_nothing_outlives_the_launcher(
         text=True,
     ) as launcher:
         assert launcher.stdout is not None
-        for line in launcher.stdout:
-            if line.startswith(moment):
-                break
-        assert processes_with(mark)
-        launcher.send_signal(number)
-        launcher.wait()
+        try:
+            for line in launcher.stdout:
+                if line.startswith(moment):
+                    break
+            assert processes_with(mark)
+            launcher.send_signal(number)
+            launcher.wait(timeout=30)
+        finally:
+            launcher.kill()
     wait_until(lambda: not processes_with(mark), timeout_s=5)
 
 

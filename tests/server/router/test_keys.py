@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.certificate import CERTIFICATE, PRIVATE_KEY
+from tests.fakes.certificate import CERTIFICATE, NEXT_CERTIFICATE, NEXT_PRIVATE_KEY, PRIVATE_KEY
 from tests.fakes.engine import FakeEngine, fake_engines, fake_pair
-from tests.server.router.support import MESSAGES, Bench, bench, outcome_of
+from tests.server.router.support import MESSAGES, Bench, bench, config_for, outcome_of
 from turncache.errors import ConfigError
+from turncache_server.router.app import serving
 from turncache_server.router.config import parse_config
 from turncache_server.router.keys import (
     Caller,
@@ -262,6 +263,47 @@ async def test_calls_can_be_encrypted(tmp_path: Path) -> None:
         async with httpx2.AsyncClient() as http:
             with pytest.raises(httpx2.HTTPError):
                 await http.get(running.router.url.replace("https", "http") + "/health")
+
+
+async def test_a_new_certificate_counts_without_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the next connection on; half of a new pair is reported, and the old one stays."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certificate.write_text(CERTIFICATE)
+    key.write_text(PRIVATE_KEY)
+    engine, now = FakeEngine(), [1000.0]
+    files = {"tls_cert_file": str(certificate), "tls_key_file": str(key)}
+    async with (
+        fake_engines(engine),
+        serving(config_for([engine], **files), clock=lambda: now[0]) as router,
+    ):
+
+        async def connects(trusted: str) -> bool:
+            now[0] += 2
+            trust = ssl.create_default_context(cadata=trusted)
+            async with httpx2.AsyncClient(base_url=router.url, verify=trust) as http:
+                try:
+                    return (await http.get("/health")).status_code == 200
+                except httpx2.ConnectError:
+                    return False
+
+        assert await connects(CERTIFICATE)
+        certificate.write_text(NEXT_CERTIFICATE)
+        assert await connects(CERTIFICATE)
+        assert "the certificate in use stays" in caplog.text
+        key.write_text(NEXT_PRIVATE_KEY)
+        assert await connects(NEXT_CERTIFICATE)
+        assert not await connects(CERTIFICATE)
+
+
+async def test_authorities_that_cannot_be_used_are_said(tmp_path: Path) -> None:
+    """At start, with the file named."""
+    engine = FakeEngine()
+    async with fake_engines(engine):
+        with pytest.raises(ConfigError, match=r"none\.pem"):
+            async with bench(engine, engines_ca_file=str(tmp_path / "none.pem")):
+                raise AssertionError("served without authorities")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,6 @@ import pytest
 from tests.fakes.certificate import CERTIFICATE, PRIVATE_KEY
 from tests.server.router.support import CHAT, MESSAGES
 from tests.server.router.test_wire import chunk
-from turncache_server.router import address
 from turncache_server.router.app import serving
 from turncache_server.router.config import EngineConfig, RouterConfig, parse_config
 from turncache_server.router.errors import LegFailed
@@ -301,7 +301,7 @@ async def test_engines_are_reached_by_name() -> None:
 
 
 async def test_engines_are_reached_by_tls_when_their_certificate_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Whoever answers with another certificate gets no prompt."""
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -310,18 +310,13 @@ async def test_engines_are_reached_by_tls_when_their_certificate_is_trusted(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     engine = RawEngine([OK, STREAM + chunk(b"x" * 300_000) + b"0\r\n\r\n"])
-    async with (
-        listening(engine, ssl=context),
-        connected(settings_for(engine, "https://127.0.0.1")) as post,
-    ):
-        with pytest.raises(LegFailed, match="accept connections"):
-            await post()
+    async with listening(engine, ssl=context):
+        settings = settings_for(engine, "https://127.0.0.1")
+        async with connected(settings) as post:
+            with pytest.raises(LegFailed, match="accept connections"):
+                await post()
         assert not engine.heads
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        address._trust.cache_clear()
-        try:
+        async with connected(replace(settings, engines_ca_file=str(certificate))) as post:
             assert await post() == (200, b"{}")
             assert await post() == (200, b"x" * 300_000)
-        finally:
-            address._trust.cache_clear()
     assert len(set(engine.connections)) == 1
