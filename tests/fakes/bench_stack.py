@@ -73,6 +73,7 @@ class FakeStack:
         reset: what ``/reset_prefix_cache`` answers.
         deltas: of every answer, None for its words.
         fails: agents' calls that get status 500, by their number from 0.
+        notices_every: looks at ``/health`` until the router notices a switch of modes.
         warm: words that every prompt seems to be cached with.
     """
 
@@ -88,8 +89,11 @@ class FakeStack:
     returns: bool = True
     seen: list[Seen] = field(default_factory=list)
     num_resets: int = 0
+    notices_every: int = 1
 
     def __post_init__(self) -> None:
+        self._num_looks = 0
+        self._noticed = self.mode
         self._lock = threading.Lock()
         self._prefill: list[tuple[list[str], bool]] = []
         self._decode: list[list[str]] = []
@@ -130,10 +134,24 @@ class FakeStack:
         """Calls that are not other traffic."""
         return [seen for seen in self.seen if seen.of_agent]
 
+    def sides(self) -> Mapping[str, Mapping[str, int]]:
+        """Return what the router knows of its engines: a switch is noticed a little late."""
+        self._num_looks += 1
+        if self._num_looks >= self.notices_every:
+            self._noticed = self.mode
+        pulling = int(self._noticed == "on")
+        # One control socket stands for the pair.
+        return {
+            "prefill": {"live": 1, "pulling": pulling},
+            "decode": {"live": 0, "pulling": 0},
+        }
+
     def _answer_control(self, request: Request) -> Reply:
         match request:
             case SetMode():
-                self.mode = request.mode or self.mode
+                if request.mode and request.mode != self.mode:
+                    self.mode = request.mode
+                    self._num_looks, self._noticed = 0, ""
                 return ModeReply(mode=self.mode, ticket="t:0")
             case Stats():
                 return StatsReply(counters={}, gauges={"blocks": 100.0, "retained_blocks": 25.0})
@@ -157,7 +175,7 @@ class FakeStack:
             local = max((_common(old, words) for old, _ in self._prefill), default=0)
             local = min(max(local, self.warm), len(words) - 1)
             returned = 0
-            if on and seen.returns and self.returns_work:
+            if on and self._noticed == "on" and seen.returns and self.returns_work:
                 known = self._decode
                 if not self.answers_return:
                     known = [old[: -self.answer_tokens(body)] for old in known]
@@ -221,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             self._json(200, {"data": [{"id": "fake"}]})
         elif self.path == "/health" and self.stack.ours:
-            sides = {"prefill": {"live": 1}, "decode": {"live": 1}}
+            sides = self.stack.sides()
             self._json(200, {"sides": sides, "return_enabled": self.stack.returns})
         elif self.path == "/metrics":
             self._send(200, b"vllm:num_preemptions_total 3.0\nvllm:kv_cache_usage_perc 0.5\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -15,6 +16,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from turncache.errors import EngineFault, TurncacheError
+from turncache.protocol import Mode
 from turncache_server.control.client import ControlClient, switch_mode
 from turncache_server.control.keys import FleetKeys
 from turncache_server.control.messages import ModeReply, SetMode, Stats, StatsReply
@@ -30,6 +32,9 @@ from turncache_tools.bench.counters import (
 
 _CONTROL_TIMEOUT_S: Final = 10.0
 _SAMPLE_EVERY_S: Final = 1.0
+#: Many of a router's default health checks.
+_NOTICED_S: Final = 30.0
+_LOOK_EVERY_S: Final = 0.1
 _SMI: Final = (
     "--query-gpu=utilization.gpu,power.draw",
     "--format=csv,noheader,nounits",
@@ -129,6 +134,30 @@ class Stack:
                 await self._to_mode(address, arm.mode)
         if arm.returns is not None:
             await self._to_returns(arm.returns)
+        if arm.mode is not None and self._places.controls:
+            await self._until_noticed(arm.mode is Mode.ON)
+
+    async def _until_noticed(self, pulling: bool) -> None:
+        """Wait until the router plans by the engines' new mode; calls before that are stock's.
+
+        It reads modes with its health checks. A server that says nothing of them, or has engines
+        that are not switched, is not waited for.
+        """
+        end_s = time.monotonic() + _NOTICED_S
+        url = f"{self._places.url}/health"
+        while True:
+            _, health = await self._client.json("GET", url)
+            sides = (health.get("sides") or {}) if isinstance(health, dict) else {}
+            told = [sides.get(side) or {} for side in ("prefill", "decode")]
+            live = sum(side.get("live", 0) for side in told)
+            found = [side["pulling"] for side in told if "pulling" in side]
+            if len(found) < len(told) or live != len(self._places.controls):
+                return
+            if sum(found) == (live if pulling else 0):
+                return
+            if time.monotonic() > end_s:
+                raise EngineFault(url, f"the engines' mode is not noticed after {_NOTICED_S:g} s")
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def restore(self) -> None:
         """Bring the stack back to how it was found."""

@@ -194,6 +194,15 @@ def test_whole_run_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "other options" in capsys.readouterr().err
 
 
+def test_a_switch_is_waited_for_until_the_router_knows_it(tmp_path: Path) -> None:
+    """No call of an arm is planned by the arm before it."""
+    with FakeStack(notices_every=3) as stack:
+        _, made = bench(stack, *SMALL, "--arms", "both", out=tmp_path / "f.json")
+    both = next(a for a in made["bench"]["arms"] if a["arm"]["name"] == "both")
+    assert both["tokens"]["returned"] > 0
+    assert both["tokens"]["lost"] == 0
+
+
 def test_failed_call_ends_its_agent() -> None:
     """A call that fails is counted, its agent's other calls are not made, and no gain is stated."""
     with FakeStack(ours=False, fails=frozenset({9})) as stack:
