@@ -59,45 +59,28 @@ app.command()(report)
 app.command()(doctor)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def bench(ctx: typer.Context) -> None:
-    """Measure whether it pays on a workload, against a running stack (--help for options)."""
-    command = importlib.import_module("turncache_tools.bench.command")
-    raise typer.Exit(command.main(ctx.args))
+def _add_separate(name: str, text: str) -> None:
+    """Add a verb with a command line of its own, in ``<name>/command.py``.
+
+    It is imported when it is called: the other verbs must not wait for what it imports.
+    """
+
+    def verb(ctx: typer.Context) -> None:
+        command = importlib.import_module(f"turncache_tools.{name}.command")
+        raise typer.Exit(command.main(ctx.args))
+
+    app.command(
+        name,
+        help=f"{text} (--help for options).",
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(verb)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def calibrate(ctx: typer.Context) -> None:
-    """Measure what prefill, host and transfers cost on a running stack (--help for options)."""
-    command = importlib.import_module("turncache_tools.calibrate.command")
-    raise typer.Exit(command.main(ctx.args))
-
-
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def plan(ctx: typer.Context) -> None:
-    """Simulate what retention, return or more memory would give a workload (--help for options)."""
-    command = importlib.import_module("turncache_tools.plan.command")
-    raise typer.Exit(command.main(ctx.args))
-
-
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def demo(ctx: typer.Context) -> None:
-    """Show what retention and return are worth, on this machine (--help for options)."""
-    # On demand: the other verbs must not wait for what the demo imports.
-    command = importlib.import_module("turncache_tools.demo.command")
-    raise typer.Exit(command.main(ctx.args))
+_add_separate("bench", "Measure whether it pays on a workload, against a running stack")
+_add_separate("calibrate", "Measure what prefill, host and transfers cost on a running stack")
+_add_separate("plan", "Simulate what retention, return or more memory would give a workload")
+_add_separate("demo", "Show what retention and return are worth, on this machine")
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -149,6 +149,19 @@ def sessions(
     _raise_first(silent)
 
 
+def session_data(row: SessionRow, block_size: int) -> dict[str, object]:
+    """Return what is told of a session, as data."""
+    return {
+        "session": row.session,
+        "state": row.state,
+        "lineages": row.lineages,
+        "kept_blocks": row.kept_blocks,
+        "kept_tokens": row.kept_blocks * block_size,
+        "expected_s": row.expected_s,
+        "kept_s": row.kept_s,
+    }
+
+
 def _sessions_data(reply: SessionsReply) -> dict[str, object]:
     return {
         "name": reply.name,
@@ -157,18 +170,7 @@ def _sessions_data(reply: SessionsReply) -> dict[str, object]:
         "num_sessions": reply.num_sessions,
         "num_calls": reply.num_calls,
         "num_handovers": reply.num_handovers,
-        "sessions": [
-            {
-                "session": row.session,
-                "state": row.state,
-                "lineages": row.lineages,
-                "kept_blocks": row.kept_blocks,
-                "kept_tokens": row.kept_blocks * reply.block_size,
-                "expected_s": row.expected_s,
-                "kept_s": row.kept_s,
-            }
-            for row in reply.rows
-        ],
+        "sessions": [session_data(row, reply.block_size) for row in reply.rows],
     }
 
 
@@ -179,12 +181,13 @@ def _session_row(row: SessionRow, block_size: int) -> tuple[str, ...]:
         str(row.kept_blocks * block_size),
         str(row.kept_blocks),
         str(row.lineages),
-        _seconds(row.expected_s),
-        _seconds(row.kept_s),
+        in_seconds(row.expected_s),
+        in_seconds(row.kept_s),
     )
 
 
-def _seconds(value: float | None) -> str:
+def in_seconds(value: float | None) -> str:
+    """Return a time for people, a dash for none."""
     return "-" if value is None else f"{value:.0f} s"
 
 

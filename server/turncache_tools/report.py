@@ -27,7 +27,15 @@ from turncache_tools.observed.words import (
     reason_table,
     remedy_table,
 )
-from turncache_tools.shell import CHECK_FAILED, progress, write, write_json, write_table
+from turncache_tools.shell import (
+    CHECK_FAILED,
+    progress,
+    write,
+    write_file,
+    write_json,
+    write_table,
+    write_titled,
+)
 
 
 def report(
@@ -64,7 +72,7 @@ def report(
         usages += _of_engines(engines, keys, timeout_s=timeout)
     made = report_on(usages, total(usages), speed=prefill_speed)
     if html is not None:
-        _write_page(html, made)
+        write_file(html, page(made), "--html")
     if as_json:
         write_json(made.to_dict())
     else:
@@ -106,13 +114,6 @@ def _of_engines(
     return usages
 
 
-def _write_page(path: Path, made: Report) -> None:
-    try:
-        path.write_text(page(made), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--html {path}: cannot be written: {error}") from error
-
-
 def _show(made: Report) -> None:
     write(headline(made) + "\n")
     write_table(*remedy_table(made))
@@ -125,7 +126,5 @@ def _show(made: Report) -> None:
 
 
 def _show_titled(title: str, table: Table) -> None:
-    columns, rows = table
-    if rows:
-        write(f"\n{title}")
-        write_table(columns, rows)
+    if table[1]:
+        write_titled(title, table)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import typer
@@ -86,10 +87,19 @@ def write_json(data: object) -> None:
 
 def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Write a table for people, as wide as its content needs where there is no terminal."""
+    make_console().print(make_table(columns, rows))
+
+
+def write_titled(title: str, table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> None:
+    """Write a table for people, below a title and apart from what stands before it."""
+    write(f"\n{title}")
+    write_table(*table)
+
+
+def make_console() -> Console:
+    """Return where tables go, as wide as their content needs where there is no terminal."""
     console = Console(file=sys.stdout)
-    if not console.is_terminal:
-        console = Console(file=sys.stdout, width=240)
-    console.print(make_table(columns, rows))
+    return console if console.is_terminal else Console(file=sys.stdout, width=240)
 
 
 def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -100,6 +110,47 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def run_verb(verb: Callable[..., None], arguments: Sequence[str], name: str) -> int:
+    """Run a verb that has a command line of its own; returns its exit code.
+
+    Args:
+        verb: with the options of the command line.
+        arguments: what followed its name.
+        name: its own.
+
+    Raises:
+        TurncacheError: whatever the verb raises.
+    """
+    own = typer.Typer(add_completion=False)
+    own.command()(verb)
+    code = typer.main.get_command(own).main(
+        list(arguments), prog_name=f"turncache {name}", standalone_mode=False
+    )
+    return code if isinstance(code, int) else OK
+
+
+def check_folder(path: Path | None, option: str) -> None:
+    """Check before any work that a file can be made; None is none.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+
+
+def write_file(path: Path, text: str, option: str) -> None:
+    """Write a file that an option names.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be written: {error}") from error
 
 
 def assignments(texts: Sequence[str], option: str) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
@@ -34,8 +33,10 @@ from turncache_tools.control import (
     Timeout,
     control_addresses,
     fleet_keys,
+    in_seconds,
+    session_data,
 )
-from turncache_tools.shell import make_table, write_json
+from turncache_tools.shell import make_console, make_table, write_json
 
 #: Where the tokens of a prompt came from, and those that need not have been computed.
 _TOKENS: Final = ("local", "returned", "computed", "lost")
@@ -152,9 +153,7 @@ def top(
         raise UsageError(f"--every {every:g}: expected at least {_LEAST_EVERY_S} seconds")
     keys = fleet_keys(fleet_secret_file)
     addresses = control_addresses(engines, keyed=keys is not None)
-    console = Console(file=sys.stdout)
-    if not console.is_terminal:
-        console = Console(file=sys.stdout, width=240)
+    console = make_console()
     live = console.is_terminal and not as_json
     before: dict[str, Look] = {}
     with (
@@ -235,8 +234,8 @@ def _page(
                 row.state,
                 f"{row.kept_blocks * block_size:,}",
                 str(row.lineages),
-                _seconds(row.expected_s),
-                _seconds(row.kept_s),
+                in_seconds(row.expected_s),
+                in_seconds(row.kept_s),
             )
             for engine, block_size, row in shown
         ],
@@ -270,16 +269,7 @@ def _data(
         ],
         "silent": {address: str(error) for address, error in silent.items()},
         "sessions": [
-            {
-                "session": row.session,
-                "engine": engine,
-                "state": row.state,
-                "kept_tokens": row.kept_blocks * block_size,
-                "lineages": row.lineages,
-                "expected_s": row.expected_s,
-                "kept_s": row.kept_s,
-            }
-            for engine, block_size, row in shown
+            {"engine": engine, **session_data(row, block_size)} for engine, block_size, row in shown
         ],
     }
 
@@ -290,7 +280,3 @@ def _percent(share: float | None) -> str:
 
 def _rate(rates: Mapping[str, float] | None, name: str) -> str:
     return "-" if rates is None else f"{rates[name]:,.0f}"
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f} s"

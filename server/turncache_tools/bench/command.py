@@ -21,7 +21,16 @@ from turncache_tools.bench.stack import Places
 from turncache_tools.bench.urls import base_url
 from turncache_tools.control import SecretFile, control_addresses, fleet_keys
 from turncache_tools.options import with_options
-from turncache_tools.shell import CHECK_FAILED, OK, progress, write, write_table
+from turncache_tools.shell import (
+    CHECK_FAILED,
+    check_folder,
+    progress,
+    run_verb,
+    write,
+    write_file,
+    write_table,
+    write_titled,
+)
 
 _MISS = "Misses on prefill"
 #: What a small machine does in minutes.
@@ -122,13 +131,12 @@ def bench(
         timeout_s=timeout,
     )
     for option, path in (("--json", json_file), ("--html", html)):
-        if path is not None and not path.parent.is_dir():
-            raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+        check_folder(path, option)
     report = asyncio.run(run(plan, places, progress))
     if json_file is not None:
-        _write(json_file, json.dumps(report.to_dict()) + "\n", "--json")
+        write_file(json_file, json.dumps(report.to_dict()) + "\n", "--json")
     if html is not None:
-        _write(html, page(report), "--html")
+        write_file(html, page(report), "--html")
     _show(report)
     if not report.ok:
         raise typer.Exit(CHECK_FAILED)
@@ -136,13 +144,9 @@ def bench(
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb; usage errors and faults are raised."""
-    verb = typer.Typer(add_completion=False)
     shared = {"agents": _AGENTS, "calls": _CALLS}
-    verb.command()(with_options(bench, of=workload_options, place="work", defaults=shared))
-    code = typer.main.get_command(verb).main(
-        list(arguments), prog_name="turncache bench", standalone_mode=False
-    )
-    return code if isinstance(code, int) else OK
+    verb = with_options(bench, of=workload_options, place="work", defaults=shared)
+    return run_verb(verb, arguments, "bench")
 
 
 def _arm_urls(texts: list[str]) -> dict[str, str]:
@@ -171,25 +175,17 @@ def _misses(rate: float | None, by: str, found: Misses) -> Misses | None:
     return found
 
 
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{option} {path}: cannot be written: {error}") from error
-
-
 def _show(report: Report) -> None:
     write(words.headline(report))
     write(report.run.workload + "\n")
     write_table(*words.arm_table(report))
-    for title, (columns, rows) in (
+    for title, table in (
         ("Tokens of a prompt, mean of calls 2 and later", words.token_table(report)),
         ("Time to first token by call, medians", words.call_table(report)),
         ("By length of the prompt, medians", words.length_table(report)),
         ("What it costs, per block", words.cost_table(report)),
     ):
-        write(f"\n{title}")
-        write_table(columns, rows)
+        write_titled(title, table)
     write("")
     for note in words.notes(report):
         write(note)

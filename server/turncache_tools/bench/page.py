@@ -8,10 +8,9 @@ from typing import Final
 
 from turncache_tools.bench import words
 from turncache_tools.bench.report import ArmReport, Report
-from turncache_tools.demo.chart import Frame, Line, line_chart
-from turncache_tools.html import CHART_STYLE, LOOKS, STYLE, table
+from turncache_tools.html import CHART_STYLE, STYLE, table
+from turncache_tools.times_chart import times_chart
 
-_FRAME: Final = Frame(width=928, height=320, right=190)
 _SOURCES: Final = (
     ("local", "#0b7f63", "in prefill's cache"),
     ("returned", "#2563c9", "returned"),
@@ -90,18 +89,11 @@ def _chart(report: Report) -> str:
         last += 1
     if not last:
         return '<p class="none">No call has a first token in every arm.</p>'
-    most = max(found[call] for found in numbers for call in range(1, last + 1))
-    scale, unit = (1e-3, "s") if most >= 1000 else (1.0, "ms")
-    lines = [
-        Line(
-            name=arm.arm.name,
-            colour=LOOKS[at % len(LOOKS)][0],
-            marker=LOOKS[at % len(LOOKS)][1],
-            values=tuple(found[call] * scale for call in range(1, last + 1)),
-        )
-        for at, (arm, found) in enumerate(zip(report.arms, numbers, strict=True))
-    ]
-    return line_chart(lines, _FRAME, unit=unit, title="time to first token by call")
+    lines = {
+        arm.arm.name: [found[call] for call in range(1, last + 1)]
+        for arm, found in zip(report.arms, numbers, strict=True)
+    }
+    return times_chart(lines, title="time to first token by call")
 
 
 def _stacks(report: Report) -> str:

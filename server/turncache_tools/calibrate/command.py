@@ -21,7 +21,16 @@ from turncache_tools.calibrate.measure import LEAST_LENGTHS
 from turncache_tools.calibrate.run import Calibration
 from turncache_tools.control import SecretFile, control_addresses, fleet_keys
 from turncache_tools.figure import SCHEMA
-from turncache_tools.shell import OK, progress, write, write_json, write_table
+from turncache_tools.shell import (
+    check_folder,
+    progress,
+    run_verb,
+    write,
+    write_file,
+    write_json,
+    write_table,
+    write_titled,
+)
 
 _LEAST_LENGTH: Final = 128
 
@@ -77,8 +86,7 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
 ) -> None:
     """Measure what prefill, host work and transfers cost; exit 1 when it is too noisy to tell."""
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}")
+    check_folder(out, "--out")
     for option, count in (("--repeats", repeats), ("--accelerators", accelerators)):
         if count < 1:
             raise UsageError(f"{option} {count}: expected a number from 1")
@@ -104,10 +112,7 @@ def calibrate(
     )
     profile = asyncio.run(run.profile())
     _check(profile, shown=as_json)
-    try:
-        out.write_text(dump_profile(profile), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written: {error}") from error
+    write_file(out, dump_profile(profile), "--out")
     if as_json:
         write_json(
             {"schema": SCHEMA, "figures": [each.to_dict() for each in words.figures(profile)]}
@@ -119,12 +124,7 @@ def calibrate(
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb; usage errors and faults are raised."""
-    verb = typer.Typer(add_completion=False)
-    verb.command()(calibrate)
-    code = typer.main.get_command(verb).main(
-        list(arguments), prog_name="turncache calibrate", standalone_mode=False
-    )
-    return code if isinstance(code, int) else OK
+    return run_verb(calibrate, arguments, "calibrate")
 
 
 def _lengths(text: str | None) -> tuple[int, ...] | None:
@@ -168,7 +168,6 @@ def _check(profile: CostProfile, *, shown: bool) -> None:
 
 def _show(profile: CostProfile) -> None:
     write_table(*words.cost_table(profile))
-    write("\nMeasured and fitted, medians of time to first token")
-    write_table(*words.point_table(profile))
+    write_titled("Measured and fitted, medians of time to first token", words.point_table(profile))
     if not profile.pulls:
         write("\nNo cost of returns: one engine, or not asked for. plan then takes one engine.")

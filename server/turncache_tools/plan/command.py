@@ -21,7 +21,17 @@ from turncache_tools.plan.page import page
 from turncache_tools.plan.priors import PRIORS, prior
 from turncache_tools.plan.report import PlanReport
 from turncache_tools.plan.search import Planner
-from turncache_tools.shell import OK, assignments, progress, write, write_json, write_table
+from turncache_tools.shell import (
+    assignments,
+    check_folder,
+    progress,
+    run_verb,
+    write,
+    write_file,
+    write_json,
+    write_table,
+    write_titled,
+)
 
 _RIG = "Engines"
 _LOAD = "Load"
@@ -125,8 +135,7 @@ def plan(
         seed=seed,
     )
     check_load(load)
-    if html is not None and not html.parent.is_dir():
-        raise UsageError(f"--html {html}: there is no folder {html.parent}")
+    check_folder(html, "--html")
     observed = _observed(work)
     rig = rig_for(
         costs,
@@ -151,7 +160,7 @@ def plan(
         f"{counted.calls / max(seconds, 1e-9):,.0f} calls/s"
     )
     if html is not None:
-        _write_page(html, report)
+        write_file(html, page(report), "--html")
     if as_json:
         write_json(report.to_dict())
     else:
@@ -160,12 +169,7 @@ def plan(
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb; usage errors are raised."""
-    verb = typer.Typer(add_completion=False)
-    verb.command()(with_options(plan, of=workload_options, place="work"))
-    code = typer.main.get_command(verb).main(
-        list(arguments), prog_name="turncache plan", standalone_mode=False
-    )
-    return code if isinstance(code, int) else OK
+    return run_verb(with_options(plan, of=workload_options, place="work"), arguments, "plan")
 
 
 def _profile(path: Path | None, name: str | None) -> CostProfile:
@@ -219,28 +223,16 @@ def _sizes(given: Sequence[float] | None) -> Sequence[float]:
     return DEFAULT_HOST_GB if given is None else sorted(set(given))
 
 
-def _write_page(path: Path, report: PlanReport) -> None:
-    try:
-        path.write_text(page(report), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--html {path}: cannot be written: {error}") from error
-
-
 def _show(report: PlanReport) -> None:
     write(words.headline(report))
     write(words.workload_line(report) + "\n")
     write_table(*words.arm_table(report))
-    _show_titled("Tokens of a prompt, mean of calls 2 and later", words.token_table(report))
-    _show_titled("Time to first token by call, medians", words.call_table(report))
+    write_titled("Tokens of a prompt, mean of calls 2 and later", words.token_table(report))
+    write_titled("Time to first token by call, medians", words.call_table(report))
     if report.fits is not None:
-        _show_titled("As sessions become more", words.fit_table(report.fits))
+        write_titled("As sessions become more", words.fit_table(report.fits))
     if report.choices:
-        _show_titled("Settings tried", words.choice_table(report))
+        write_titled("Settings tried", words.choice_table(report))
     write("")
     for line in (*words.advice(report), *words.notes(report)):
         write(line)
-
-
-def _show_titled(title: str, table: words.Table) -> None:
-    write(f"\n{title}")
-    write_table(*table)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from html import escape
 from string import Template
 from typing import Final
 
-from turncache_tools.demo.chart import Frame, Line, line_chart
-from turncache_tools.html import CHART_STYLE, LOOKS, STYLE, table
+from turncache_tools.html import CHART_STYLE, STYLE, table
 from turncache_tools.plan import words
 from turncache_tools.plan.report import Fits, PlanReport
-
-_FRAME: Final = Frame(width=928, height=320, right=190)
+from turncache_tools.times_chart import times_chart
 
 _PAGE: Final = Template("""<!doctype html>
 <html lang="en">
@@ -66,29 +63,12 @@ def _calls_chart(report: PlanReport) -> str:
     if not numbers:
         return '<p class="none">None.</p>'
     lines = {arm.arm: dict(arm.by_call) for arm in report.arms}
-    return _chart(
+    return times_chart(
         {name: [found[call] for call in numbers] for name, found in lines.items()},
         title="time to first token by call",
         places=[str(call) for call in numbers],
         along="call",
     )
-
-
-def _chart(
-    lines: Mapping[str, Sequence[float]], *, title: str, places: Sequence[str], along: str
-) -> str:
-    most = max(max(values) for values in lines.values())
-    scale, unit = (1e-3, "s") if most >= 1000 else (1.0, "ms")
-    drawn = [
-        Line(
-            name=name,
-            colour=LOOKS[at % len(LOOKS)][0],
-            marker=LOOKS[at % len(LOOKS)][1],
-            values=tuple(value * scale for value in values),
-        )
-        for at, (name, values) in enumerate(lines.items())
-    ]
-    return line_chart(drawn, _FRAME, unit=unit, title=title, places=places, along=along)
 
 
 def _fits(fits: Fits) -> str:
@@ -98,7 +78,7 @@ def _fits(fits: Fits) -> str:
     parts = ["<h2>Time to first token as sessions become more, medians of later calls</h2>"]
     if common:
         parts.append(
-            _chart(
+            times_chart(
                 {arm: [point.ttft_p50_ms[arm] for point in common] for arm in arms},
                 title="time to first token by sessions",
                 places=[str(point.sessions) for point in common],

@@ -14,7 +14,7 @@ per token is assumed, except where ``about`` names it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from turncache.errors import UsageError
@@ -67,6 +67,23 @@ _AWS: Final = "fitted to turns 2 and later of the AWS measurement of 2026-10-12"
 _PULL: Final = "pulls as measured there"
 _ASSUMED: Final = "speed assumed; host work and pulls as fitted for qwen3-32b"
 
+_GLM_5: Final = _Model(
+    model="GLM-5 FP8, 8 H200",
+    active=39.9e9,
+    layers=78,
+    heads=64,
+    head=512,
+    attended=2048,
+    kv_bytes=89_856,
+    speed=1.02e15,
+    accelerators=8,
+    host_s=0.215,
+    host_token_s=9.7e-6,
+    pull_s=(0.01275, 4.5e-6),
+    decode_s=0.020,
+    about=f"{_AWS} (6 % of fp8 peak); {_PULL}",
+)
+
 _MODELS: Final = {
     "qwen3-32b": _Model(
         model="Qwen3-32B, bf16, 8 H200",
@@ -83,22 +100,7 @@ _MODELS: Final = {
         decode_s=0.010,
         about=f"{_AWS} (62 % of peak); {_PULL}",
     ),
-    "glm-5": _Model(
-        model="GLM-5 FP8, 8 H200",
-        active=39.9e9,
-        layers=78,
-        heads=64,
-        head=512,
-        attended=2048,
-        kv_bytes=89_856,
-        speed=1.02e15,
-        accelerators=8,
-        host_s=0.215,
-        host_token_s=9.7e-6,
-        pull_s=(0.01275, 4.5e-6),
-        decode_s=0.020,
-        about=f"{_AWS} (6 % of fp8 peak); {_PULL}",
-    ),
+    "glm-5": _GLM_5,
     "gpt-oss-120b": _Model(
         model="gpt-oss-120b, 1 H200",
         active=4.55e9,
@@ -151,19 +153,15 @@ _MODELS: Final = {
         decode_s=0.007,
         about=f"{_ASSUMED}: 50 % of peak",
     ),
-    "deepseek-v3": _Model(
+    "deepseek-v3": replace(
+        _GLM_5,
         model="DeepSeek-V3 FP8, 8 H200",
         active=35.7e9,
         layers=61,
         heads=128,
         head=320,
+        attended=0,
         kv_bytes=70_272,
-        speed=1.02e15,
-        accelerators=8,
-        host_s=0.215,
-        host_token_s=9.7e-6,
-        pull_s=(0.01275, 4.5e-6),
-        decode_s=0.020,
         about="speed, host work and pulls assumed to be those fitted for glm-5",
     ),
 }
