@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -33,6 +32,7 @@ from turncache_server.control.messages import (
     StatsReply,
     Verify,
     VerifyReply,
+    session_digest,
 )
 from turncache_server.control.server import ControlServer
 from turncache_server.retention.mailbox import Signalled, SwitchMode
@@ -213,7 +213,7 @@ class Service:
         extension = self._extension
         kept = extension.kept_sessions()
         kept.sort(key=lambda each: each.wanted_blocks, reverse=True)
-        asked = [each for each in kept if request.session in ("", _digest(each))]
+        asked = [each for each in kept if request.session in ("", session_digest(each.key))]
         return SessionsReply(
             name=extension.settings.name,
             side=extension.settings.side.value,
@@ -236,13 +236,9 @@ _STALE: Final = Refusal(
 )
 
 
-def _digest(kept: KeptSession) -> str:
-    return hashlib.blake2b(kept.key.encode(), digest_size=6).hexdigest()
-
-
 def _row(kept: KeptSession) -> SessionRow:
     return SessionRow(
-        session=_digest(kept),
+        session=session_digest(kept.key),
         state="serving" if kept.in_flight else "waiting",
         lineages=kept.lineages,
         kept_blocks=kept.wanted_blocks,

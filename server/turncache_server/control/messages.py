@@ -17,6 +17,7 @@ Version history of :data:`CONTROL_VERSION`:
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Final, get_args
 
@@ -274,6 +275,15 @@ class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):
 
     counters: dict[str, float]
     gauges: dict[str, float]
+
+
+def session_digest(session: str) -> str:
+    """Return what a session is called by in logs, listings and questions: never its id.
+
+    Args:
+        session: its namespaced id.
+    """
+    return hashlib.blake2b(session.encode(), digest_size=6).hexdigest()
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from turncache.errors import EngineFault
-from turncache_server.control.messages import Sessions, SessionsReply
+from turncache_server.control.messages import Sessions, SessionsReply, session_digest
 from turncache_server.router.body import Body
 from turncache_server.router.following import History
 from turncache_server.router.outcomes import AsksControl
@@ -83,7 +83,7 @@ async def kept_tokens(
 
     What is kept for several lineages cannot be told apart, and counts as unknown.
     """
-    digest = hashlib.blake2b(session.encode(), digest_size=6).hexdigest()
+    digest = session_digest(session)
     try:
         reply = await control.ask(
             address, Sessions(limit=1, session=digest), SessionsReply, timeout_s=timeout_s

@@ -9,13 +9,12 @@ because the client's next call may be quicker than the end of this one.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from typing import Final
 
 from aiohttp import web
 
 from turncache.protocol import OUTCOME_HEADER, Boundary
-from turncache_server.control.messages import Signal
+from turncache_server.control.messages import Signal, session_digest
 from turncache_server.router.alone import Answered, front_of
 from turncache_server.router.apis.api import Collector
 from turncache_server.router.ending import Ending, Usage
@@ -300,11 +299,10 @@ class PlannedCall:
         record.state = {None: "done", "client_gone": "cancelled"}.get(problem, "failed")
         if self._question is not None:
             self._question.cancel()
-        session = hashlib.blake2b(self._call.tags.session_id.encode(), digest_size=6)
         self._services.events.emit(
             CallEnded(
                 request=self._call.request,
-                session=session.hexdigest(),
+                session=session_digest(self._call.tags.session_id),
                 api=self._call.api.name,
                 plan=self._plan.label,
                 reason=self._plan.reason,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import math
 from collections.abc import Awaitable, Callable
@@ -10,7 +9,7 @@ from typing import Final
 
 from aiohttp import web
 
-from turncache_server.control.messages import Signal
+from turncache_server.control.messages import Signal, session_digest
 from turncache_server.router import metrics
 from turncache_server.router.apis import APIS, errors_of
 from turncache_server.router.apis.api import Api
@@ -159,7 +158,7 @@ class Handlers:
         table = self._services.sessions
         listed = [
             {
-                "session": hashlib.blake2b(name.encode(), digest_size=6).hexdigest(),
+                "session": session_digest(name),
                 "served_by": entry.served_by,
             }
             for name, entry in table.newest(_MAX_LISTED)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turncache.errors import ConfigError
-from turncache_server.router.stamps import stamp_of
+from turncache_server.router.stamps import Followed
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 #: A change of the file is noticed this much later at most.
-_RELOAD_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,35 +185,15 @@ class KeyFile:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        self._path = path.expanduser()
-        self._clock = clock
-        self._seen = stamp_of(self._path)
-        self._callers = read_keys(self._path)
-        self._looked_s = clock()
+        path = path.expanduser()
+        self._callers = Followed([path], lambda: read_keys(path), clock, "the keys in use stay")
 
     def __len__(self) -> int:
-        return len(self._callers)
+        return len(self._callers.latest())
 
     def caller_of(self, key: str) -> Caller | None:
         """Return whose key it is, None when nobody's."""
-        self._follow()
-        return self._callers.get(digest_of(key))
-
-    def _follow(self) -> None:
-        now_s = self._clock()
-        if now_s - self._looked_s < _RELOAD_S:
-            return
-        self._looked_s = now_s
-        stamp = stamp_of(self._path)
-        if stamp == self._seen:
-            return
-        self._seen = stamp
-        try:
-            self._callers = read_keys(self._path)
-        except ConfigError as error:
-            logger.error("the keys in use stay: %s", error)  # noqa: TRY400 - says it all
-            return
-        logger.info("%d keys read from %s", len(self._callers), self._path)
+        return self._callers.latest().get(digest_of(key))
 
 
 def salt_of(caller: Caller, root: str | None, given: object) -> str | None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 from turncache.errors import ConfigError
-from turncache_server.router.stamps import stamp_of
-
-logger = logging.getLogger(__name__)
-
-_RELOAD_S: Final = 1.0
+from turncache_server.router.stamps import Followed
 
 
 class ServerCertificate:
@@ -37,35 +31,13 @@ class ServerCertificate:
 
     def __init__(self, certificate: Path, key: Path, clock: Callable[[], float]) -> None:
         self._files = certificate.expanduser(), key.expanduser()
-        self._clock = clock
-        self._seen = self._stamps()
-        self._looked_s = clock()
-        self.context = self._current = self._read()
+        self._followed = Followed(self._files, self._read, clock, "the certificate in use stays")
+        self.context = self._followed.latest()
         self.context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: object) -> None:
         """Give a connection that is about to be secured the latest certificate."""
-        self._follow()
-        connection.context = self._current
-
-    def _follow(self) -> None:
-        now_s = self._clock()
-        if now_s - self._looked_s < _RELOAD_S:
-            return
-        self._looked_s = now_s
-        stamps = self._stamps()
-        if stamps == self._seen:
-            return
-        self._seen = stamps
-        try:
-            self._current = self._read()
-        except ConfigError as error:
-            logger.error("the certificate in use stays: %s", error)  # noqa: TRY400 - says it all
-            return
-        logger.info("certificate read from %s", self._files[0])
-
-    def _stamps(self) -> tuple[object, ...]:
-        return tuple(map(stamp_of, self._files))
+        connection.context = self._followed.latest()
 
     def _read(self) -> ssl.SSLContext:
         certificate, key = self._files
