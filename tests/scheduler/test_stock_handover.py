@@ -136,6 +136,63 @@ def test_a_switch_between_the_legs_costs_nothing(made: World) -> None:
         engine.assert_no_leak()
 
 
+def next_call(prefill: Engine, decode: Engine, call: str, history: list[int]) -> list[int]:
+    """Run both legs of a call as our router does while the engines are on."""
+    prompt = [*history, *tokens(BLOCK, start=len(history))]
+    prefill.call(f"{call}-p", prompt, session="s", source="decode-0", handover=True, retain_s=0.0)
+    return decode.call(f"{call}-d", prompt, session="s", source="prefill-0", max_tokens=BLOCK)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("late", [False, True], ids=["switched after", "router notices late"])
+def test_a_session_that_was_handed_over_as_stock_is_returned_again(
+    made: World, asynchronous: bool, late: bool
+) -> None:
+    """What nobody has confirmed leaves decode's cache: one call later all is as ever."""
+    prefill, decode = pair(made, async_scheduling=asynchronous)
+    if not late:
+        for engine in (prefill, decode):
+            switch(engine, Mode.OFF)
+    hand_over(prefill, decode)
+    if not late:
+        for engine in (prefill, decode):
+            switch(engine, Mode.ON)
+    history = next_call(prefill, decode, "second", PROMPT)
+    assert decode.record("second-d").returned > 6 * BLOCK, "pulled, and with that confirmed"
+    next_call(prefill, decode, "third", history)
+    record = prefill.record("third-p")
+    # Of the second call prefill has computed the prompt, and decode the answer.
+    answer = (len(history) - 1) // BLOCK * BLOCK
+    assert (record.local + record.returned, record.lost) == (answer, 0)
+    assert record.returned >= BLOCK
+    for engine in (prefill, decode):
+        engine.run()
+        engine.assert_no_leak()
+        assert engine.extension.broken is None
+
+
+def test_what_was_computed_on_a_stock_hand_over_is_given_to_nobody(made: World) -> None:
+    """Neither its blocks nor those of a call that has joined it in the cache are ever named."""
+    prefill, decode = pair(made)
+    first = leg(prefill, "p", HOLD)
+    prefill.run(first.is_finished)
+    second = leg(decode, "d", prefill.said["p"], max_tokens=3 * BLOCK)
+    decode.run(lambda: second.num_output_tokens > BLOCK)
+    joined = decode.call("joined", [*PROMPT[: 6 * BLOCK], *tokens(2 * BLOCK, start=5)], session="t")
+    assert decode.record("joined").local == 6 * BLOCK
+    decode.run(second.is_finished)
+    ledger = decode.extension.ledger
+    for text in (list(second.all_token_ids), joined):
+        assert decode.hit(text) == 0
+    assert all(
+        ledger.readable_epoch(block.block_id) is None
+        for block in decode.pool.blocks
+        if block.block_hash is not None
+    )
+    decode.run()
+    decode.assert_no_leak()
+
+
 def test_a_client_that_leaves_during_the_read_leaks_nothing() -> None:
     """The blocks stay until the transfer is gone, on both sides."""
     with world(hold=True) as made:

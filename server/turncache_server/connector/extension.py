@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
@@ -26,6 +26,7 @@ from turncache_server.connector.records import CallBook, CallRecord
 from turncache_server.connector.selftest import surprises
 from turncache_server.connector.source import Source
 from turncache_server.connector.steps import StepTracker
+from turncache_server.connector.unproven import Unproven
 from turncache_server.retention.free_queue import FreeQueue
 from turncache_server.retention.ledger import Ledger
 from turncache_server.retention.lineages import (
@@ -145,6 +146,7 @@ class Extension:
         self._answered = answered
         self._clock = clock
         self._tracker = StepTracker(facts.block_size)
+        self._unproven = Unproven(self.ledger.epoch)
         self._queue: FreeQueue | None = None
         self._pool: Any = None
         self._block_map: Any = None
@@ -320,6 +322,26 @@ class Extension:
             self.book.put(call.hints.request, call.record)
 
     @guarded
+    def allocated(self, request_id: str, block_ids: Sequence[int], handed_over: int | None) -> None:
+        """Note which blocks an admitted call uses that no source has confirmed.
+
+        Args:
+            request_id: vLLM's id of the call.
+            block_ids: its blocks.
+            handed_over: index of the first block that a stock hand-over fills, None when it
+                fills none.
+        """
+        if handed_over is None:
+            self._unproven.admitted(request_id, block_ids)
+        else:
+            self._unproven.brought(request_id, block_ids, handed_over)
+
+    @property
+    def has_unproven(self) -> bool:
+        """Whether any call may find blocks that no source has confirmed."""
+        return bool(self._unproven)
+
+    @guarded
     def step_scheduled(self, scheduler_output: Any) -> None:
         """Note which blocks the step writes (``build_connector_meta``)."""
         self._drain()
@@ -372,6 +394,9 @@ class Extension:
     def step_processed(self) -> None:
         """Mark what the oldest scheduled step has written (``take_events``)."""
         was_in_order = self.ledger.in_order
+        # What is computed on unproven blocks is not proven either.
+        if self._unproven.calls:
+            self._failed_loads.update(self._unproven.calls)
         self.ledger.processed(failed=self._failed_loads)
         if self._failed_loads:
             self._failed_loads = set()
@@ -385,6 +410,9 @@ class Extension:
     def finished(self, request: Any, block_ids: list[int], pull: Pull | None) -> None:
         """Keep an answered call's blocks wanted; called before vLLM frees them."""
         self._in_flight.discard(request.request_id)
+        unproven = self._unproven.ended(request.request_id, block_ids) and self.acting
+        if unproven:
+            self._forget_unproven()
         call = self._calls.pop(request.request_id, None)
         if call is None:
             self._write_down(request, block_ids, None, None)
@@ -397,7 +425,9 @@ class Extension:
         if call.admission is None or self.mode is Mode.OFF:
             return
         if request.status in self._answered:
-            self._apply(self._keep(call.hints, call.admission, request, block_ids))
+            # Nobody finds what has left the prefix cache: its hashes are remembered, no more.
+            hints = replace(call.hints, retain_s=0.0, handover=False) if unproven else call.hints
+            self._apply(self._keep(hints, call.admission, request, block_ids))
         else:
             self._apply(self.table.cancel(call.admission, now_s=self._clock()))
 
@@ -536,9 +566,15 @@ class Extension:
             self._apply(self.table.clear())
         if self._queue is not None:
             self._queue.retaining = mode is Mode.ON
+        if mode is Mode.ON:
+            self._forget_unproven()
         self._record_or_not()
         for listener in self._on_mode:
             listener(mode)
+
+    def _forget_unproven(self) -> None:
+        if self._pool is not None and (block_ids := self._unproven.take()):
+            self._pool.evict_blocks(block_ids)
 
     def _record_or_not(self) -> None:
         """Write down what the engine sees in ``observe``, and with a trace in ``on`` too."""

@@ -171,7 +171,8 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
         self._processed_at_s = 0.0
         self._abandoned: dict[ReadKey, _Abandoned] = {}
-        self._stock: set[str] = set()
+        # Calls that are handed over as stock, each with its local hit at the last look.
+        self._stock: dict[str, int] = {}
         self._greeted: set[str] = set()
         self._stepped_at_s = 0.0
         self._pool: Any = None
@@ -238,7 +239,7 @@ class PairScheduler(NixlPullConnectorScheduler):
             # Off for good it reads nothing any more; a prompt is handed over all the same.
             hints = self.extension.hints_of(request)
         if hints is not None and hints.stock and isinstance(params, dict):
-            self._stock.add(request.request_id)
+            self._stock[request.request_id] = 0
             self.totals["stock_handovers"] += 1
             request.kv_transfer_params = params
             super().on_new_request(request)
@@ -283,6 +284,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         """Offer what the peek has found beyond the local hit."""
         self.extension.looked_at(request, num_computed_tokens)
         if request.request_id in self._stock:
+            self._stock[request.request_id] = num_computed_tokens
             tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
             return tokens, is_async
         if not self.extension.acting:
@@ -301,6 +303,8 @@ class PairScheduler(NixlPullConnectorScheduler):
         if request.request_id in self._stock:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             self.extension.admitted(request, None, handed_over=num_external_tokens)
+            first = self._stock[request.request_id] // self._facts.block_size
+            self._note_unproven(request, blocks, first if num_external_tokens else None)
         elif num_external_tokens > 0:
             self._pulls.allocated(
                 request,
@@ -311,6 +315,13 @@ class PairScheduler(NixlPullConnectorScheduler):
             )
         else:
             self.extension.admitted(request, self._pulls.get(request.request_id))
+            self._note_unproven(request, blocks, None)
+
+    def _note_unproven(self, request: Any, blocks: Any, handed_over: int | None) -> None:
+        if handed_over is None and not self.extension.has_unproven:
+            return
+        block_ids = [block.block_id for block in blocks.blocks[0]]
+        self.extension.allocated(request.request_id, block_ids, handed_over)
 
     # --- every step ------------------------------------------------------------------------------
 
@@ -459,6 +470,6 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._reporter.hurry(last=self.extension.idle)
         if request.request_id not in self._stock:
             return False, None
-        self._stock.discard(request.request_id)
+        del self._stock[request.request_id]
         delayed, params = super().request_finished(request, block_ids)
         return delayed, params

@@ -25,6 +25,7 @@ POOL_METHODS: Final = {
     "get_new_blocks": ["num_blocks"],
     "free_blocks": ["ordered_blocks"],
     "touch": ["blocks"],
+    "evict_blocks": ["block_ids"],
     "reset_prefix_cache": [],
 }
 
