@@ -76,7 +76,7 @@ from turncache_server.connector.peers import Peer, PeerState
 from turncache_server.connector.retention_connector import RetentionConnector
 from turncache_server.connector.source import Source
 from turncache_server.connector.turncache_connector import TurncacheConnector
-from turncache_server.connector.worker import TurncacheMetadata, TurncacheWorker
+from turncache_server.connector.worker import PULL_PREFIX, TurncacheMetadata, TurncacheWorker
 from turncache_server.control.messages import HelloReply, Peek, PeekReply, Verify, VerifyReply
 from turncache_server.launch.transfer import merge
 
@@ -220,6 +220,7 @@ class Transfer:
     Attributes:
         pieces: (source block, destination block, half) that were not copied yet.
         told: tells the source, once, that it has been read.
+        stock: it is of a stock hand-over.
         state: what NIXL says of it: ``PROC``, ``DONE`` or ``ERR``.
         releasable: whether the backend gives the handle up in its present state.
         released: the handle was given back.
@@ -229,6 +230,7 @@ class Transfer:
     destination: Memory
     pieces: list[tuple[int, int, int]]
     told: Callable[[], None] = lambda: None
+    stock: bool = False
     state: str = "PROC"
     releasable: bool = True
     released: bool = False
@@ -288,7 +290,9 @@ class Wire:
         self._world.shuffle(pieces)
         handle = self._world.next_handle()
         tell = functools.partial(self.send_notif, f"agent-{remote_handle}", notif_msg)
-        self.transfers[handle] = Transfer(source, self._memory, pieces, tell)
+        self.transfers[handle] = Transfer(
+            source, self._memory, pieces, tell, stock=not notif_msg.startswith(PULL_PREFIX.encode())
+        )
         return handle
 
     def transfer(self, handle: int) -> None:

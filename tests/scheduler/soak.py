@@ -2,7 +2,8 @@
 
 Everything that happens is drawn from one seed: calls of agents whose histories grow, are
 edited and forked, or that repeat a few prompts in a pool that hardly holds one; steps,
-scheduled, executed and processed on their own; half blocks on the wire, late, failed or
+scheduled, executed and processed on their own; prompts that a proxy hands over as stock, in any
+mode; half blocks on the wire, late, failed or
 lingering; answers of the control thread, at any moment of the other engine's life, in the
 middle of a schedule and between two reads of one answer; aborts, resets, modes, and time.
 Wrong KV is noticed where it is used (:mod:`tests.builders`).
@@ -14,7 +15,10 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
+
+from vllm.v1.request import Request
 
 from tests.builders import BLOCK, VOCAB, Engine, Question, Transfer, World
 from turncache.errors import EngineFault
@@ -23,6 +27,8 @@ from turncache_server.retention.ledger import Ledger
 from turncache_server.retention.mailbox import SwitchMode
 
 NAMES = ("prefill-0", "decode-0")
+#: What a proxy asks the first of two engines for.
+HOLD: Final = MappingProxyType({"do_remote_decode": True, "do_remote_prefill": False})
 
 
 @dataclass(eq=False)
@@ -49,6 +55,7 @@ class Events:
     named_blocks: int = 0
     torn_reads: int = 0
     inside_schedule: int = 0
+    stock_handovers: int = 0
 
     def add(self, other: Events) -> None:
         """Add the counts of another run."""
@@ -94,9 +101,15 @@ class Soak:
     Args:
         seed: of everything.
         mutant: switches one rule off in an engine, None for the real ones.
+        stock: some prompts are handed over by vLLM's own logic.
     """
 
-    def __init__(self, seed: int, *, mutant: Callable[[Engine], None] | None = None) -> None:
+    def __init__(
+        self, seed: int, *, mutant: Callable[[Engine], None] | None = None, stock: bool = False
+    ) -> None:
+        # Of its own, so that a seed means the same with and without.
+        self._stock = random.Random(seed) if stock else None
+        self._held: Request | None = None
         self.random = random.Random(seed)
         self.world = World(seed=seed, hold=True)
         self.events = Events()
@@ -120,6 +133,10 @@ class Soak:
             )
             for name in NAMES
         ]
+        first, second = (len(engine.workers) for engine in self.engines)
+        if first != second:
+            # vLLM's own notices of unequal sizes are not on this wire.
+            self._stock = None
         self.longest = (num_blocks - 3 if self.tight else num_blocks // 2) * BLOCK
         self._inside: str | None = None
         for engine in self.engines:
@@ -210,6 +227,8 @@ class Soak:
         for number in range(num_events):
             _, event = self.random.choices(kinds, weights)[0]
             event()
+            if self._stock is not None and self._stock.random() < 0.04:
+                self.some_handover(self._stock)
             if number % 50 == 49:
                 self.rare_event()
             for engine in self.engines:
@@ -275,6 +294,45 @@ class Soak:
             retain_s=0.0 if self.tight else self.random.choice([None, 0.0, 5.0]),
         )
 
+    def some_handover(self, draw: random.Random) -> None:
+        """A prompt begins to be handed over as stock, or its second leg does.
+
+        One at a time: its blocks are held until then, and two pools could wait for each other.
+        """
+        if self._held is not None:
+            self._take_over(draw.random() < 0.9)
+            return
+        agent, engine = draw.choice(self.agents), draw.choice(self.engines)
+        if agent.history:
+            self._held = self._leg(engine, agent.session, agent.history, HOLD)
+
+    def _take_over(self, wanted: bool) -> None:
+        """Begin the second leg when the first has answered; else it is for stock to notice."""
+        held = self._held
+        if held is None or not held.is_finished():
+            return
+        (first,) = (each for each in self.engines if held.request_id in each.texts)
+        (other,) = (each for each in self.engines if each is not first)
+        params = first.said.get(held.request_id)
+        self._held = None
+        if params is not None and params["remote_block_ids"]:
+            self.events.stock_handovers += 1
+            prompt = list(held.prompt_token_ids or ())
+            leg = self._leg(other, held.request_id, prompt, params)
+            if not wanted:
+                other.abort(leg.request_id)
+
+    def _leg(self, engine: Engine, session: str, prompt: list[int], params: Any) -> Request:
+        self.events.calls += 1
+        return engine.add(
+            f"call-{self.events.calls}",
+            prompt,
+            max_tokens=1 if params is HOLD else BLOCK,
+            session=session,
+            stock=True,
+            extra_args={"kv_transfer_params": dict(params)},
+        )
+
     def _returned(self, agent: Agent) -> None:
         if self.random.random() < 0.9:
             agent.history = list(agent.request.all_token_ids)
@@ -330,7 +388,8 @@ class Soak:
             return
         transfer: Transfer = self.random.choice(live)
         choice = self.random.random()
-        if choice < 0.01:
+        if choice < 0.01 and not transfer.stock:
+            # Of a stock hand-over nothing but a lease would then let the source's blocks go.
             transfer.fail(still_writing=self.random.random() < 0.5)
         elif choice < 0.03 and transfer.state == "ERR":
             transfer.stop_writing()
@@ -367,6 +426,7 @@ class Soak:
     def drain(self) -> None:
         """Let every transfer and question end, and every request with them; nothing is left."""
         for _ in range(600):
+            self._take_over(wanted=True)
             for transfer in self.world.transfers:
                 if not transfer.released and transfer.state == "ERR":
                     transfer.stop_writing()
@@ -377,9 +437,9 @@ class Soak:
                     for question in list(engine.peers.questions):
                         engine.peers.deliver(question)
                 engine.step()
-            if not any(engine.busy for engine in self.engines) and not self._withheld():
+            if self._quiet and not self._withheld():
                 break
-            if not any(engine.busy for engine in self.engines):
+            if self._quiet:
                 self._wake()
         for engine in self.engines:
             pair = engine.connector.connector_scheduler
@@ -389,6 +449,10 @@ class Soak:
             assert engine.extension.broken is None, engine.extension.broken
             assert engine.extension.ledger.in_order
             engine.assert_no_leak()
+
+    @property
+    def _quiet(self) -> bool:
+        return self._held is None and not any(engine.busy for engine in self.engines)
 
     def _withheld(self) -> bool:
         return any(engine.connector.connector_scheduler._abandoned for engine in self.engines)

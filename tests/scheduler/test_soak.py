@@ -14,6 +14,12 @@ def test_nothing_is_ever_computed_wrong(seed: int) -> None:
     run(seed)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_stock_handovers_in_between_change_nothing(seed: int) -> None:
+    """What they bring is used by nobody else, and every pool is whole again."""
+    run(seed, stock=True)
+
+
 @pytest.mark.parametrize(
     ("mutant", "seed"),
     [

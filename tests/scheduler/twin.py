@@ -25,9 +25,15 @@ EVENTS_PER_SEED: Final = 600
 REPORT_EVERY_S: Final = 60.0
 
 
-def run(seed: int, mutant: str | None = None, num_events: int = EVENTS_PER_SEED) -> Events:
+def run(
+    seed: int,
+    mutant: str | None = None,
+    num_events: int = EVENTS_PER_SEED,
+    *,
+    stock: bool = False,
+) -> Events:
     """Run one seed to its end; raises AssertionError (WrongKV among them) when it fails."""
-    soak = Soak(seed, mutant=None if mutant is None else MUTANTS[mutant])
+    soak = Soak(seed, mutant=None if mutant is None else MUTANTS[mutant], stock=stock)
     try:
         return soak.run(num_events)
     finally:
@@ -46,7 +52,7 @@ def main() -> int:
     events, steps, seed, failing = Events(), 0, options.first_seed, {}
     while steps < options.steps and not (options.stop and failing):
         try:
-            events.add(run(seed, options.mutant))
+            events.add(run(seed, options.mutant, stock=seed // 2 % 2 == 1))
         except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
             failing[seed] = f"{type(error).__name__}: {error}"[:200]
             print(f"seed {seed}: {failing[seed]}", flush=True)
