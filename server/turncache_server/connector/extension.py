@@ -45,6 +45,7 @@ from turncache_server.retention.mailbox import (
 )
 from turncache_server.retention.policy import Deadline, Policy, policy_named
 from turncache_server.retention.sessions import KeptSession
+from turncache_server.retention.values import Signal as Kind
 
 logger = logging.getLogger(__name__)
 
@@ -607,9 +608,26 @@ class Extension:
 
     # --- for the control thread: reads only ---------------------------------------------------
 
+    # An engine without a call does not step, so it obeys and lets go only when the next one
+    # comes. Whoever waits for an engine to be empty must not wait for that.
+
     def kept_sessions(self) -> list[KeptSession]:
-        """List the sessions that are kept or served."""
-        return self.table.kept(self._clock())
+        """List the sessions that are kept or served, as if every command had been obeyed."""
+        ended = {
+            command.session
+            for command in self.mailbox.commands.copy()
+            if isinstance(command, Signalled) and command.kind in (Kind.FINAL, Kind.CANCEL)
+        }
+        return [each for each in self.table.kept(self._clock()) if each.key not in ended]
+
+    def num_handovers(self) -> int:
+        """Count the prompts that no peer has taken over yet, as :meth:`kept_sessions` does."""
+        verified = [
+            command.tail_hash
+            for command in self.mailbox.commands.copy()
+            if isinstance(command, HandedOver)
+        ]
+        return self.table.num_handovers(self._clock(), verified)
 
     @property
     def num_calls(self) -> int:

@@ -219,7 +219,7 @@ class Service:
             side=extension.settings.side.value,
             rows=[_row(each) for each in asked[: request.limit]],
             num_sessions=len(kept),
-            num_handovers=extension.table.stats().handovers,
+            num_handovers=extension.num_handovers(),
             num_calls=extension.num_calls,
             block_size=extension.facts.block_size,
             draining=self._draining,

@@ -21,7 +21,7 @@ thread calls these methods, except those that are said to be for any thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -127,12 +127,33 @@ class LineageTable:
         return session in self._registry.sessions
 
     def kept(self, now_s: float) -> list[KeptSession]:
-        """List the sessions that want blocks or have a call in flight; for any thread."""
+        """List the sessions that want blocks or have a call in flight; for any thread.
+
+        What is due at ``now_s`` counts as let go, whether :meth:`expire` has been called or not.
+        """
         # Copied at once, each: the engine thread may be changing them.
         wanting = list(self.board.wanting.values())
         records = [record for record in list(self._registry.sessions.values()) if record.in_flight]
-        records += [lineage.session for lineage in wanting if lineage.session is not None]
+        records += [
+            lineage.session
+            for lineage in wanting
+            if lineage.session is not None and lineage.retain_until_s > now_s
+        ]
         return [view_of(record, now_s) for record in dict.fromkeys(records)]
+
+    def num_handovers(self, now_s: float, verified: Iterable[bytes] = ()) -> int:
+        """Count the prompts that wait for a peer; for any thread.
+
+        Args:
+            now_s: the time; those that are due count no more, as in :meth:`kept`.
+            verified: tail hashes that are about to be :meth:`handed_over`.
+        """
+        over = {number for tail in verified for number in self._handovers.ending_in(tail)}
+        waiting = (self._registry.lineages.get(number) for number in self._handovers.numbers())
+        return sum(
+            lineage is not None and lineage.number not in over and lineage.retain_until_s > now_s
+            for lineage in waiting
+        )
 
     def admit(
         self, *, session: str, tenant: str | None, hashes: Sequence[bytes], now_s: float

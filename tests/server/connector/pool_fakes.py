@@ -110,6 +110,10 @@ class FakePool:
             elif block.ref_cnt == 0:
                 self.free_block_queue.append_n([block])
 
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        for block_id in block_ids:
+            self.drop_hash(self.blocks[block_id])
+
     def reset_prefix_cache(self) -> bool:
         self.cached_block_hash_to_block = FakeMap()
         for block in self.blocks:

@@ -45,7 +45,7 @@ from turncache_server.control.messages import (
     VerifyReply,
 )
 from turncache_server.retention.free_queue import FreeQueue
-from turncache_server.retention.mailbox import SwitchMode
+from turncache_server.retention.mailbox import HandedOver, SwitchMode
 
 NUM_BLOCKS = 32
 
@@ -736,6 +736,28 @@ def test_a_session_that_was_taken_over_or_expired_is_left_no_longer(desk: Desk) 
     desk.extension.step_scheduled(step())
     desk.extension.step_processed()
     assert listed(desk).num_sessions == 0
+
+
+def test_an_idle_engine_that_obeys_later_is_said_to_be_empty(desk: Desk) -> None:
+    """Without a call it does not step: what it was told and what is due counts as done."""
+    desk.call("r1", session="taken", num_blocks=2)
+    desk.call("r2", session="idle", num_blocks=2, first=100, retain_s=30.0)
+    desk.service(Signal(session="taken", kind="final"))
+    assert listed(desk).num_sessions == 1
+    desk.now_s += 31
+    assert listed(desk).num_sessions == 0
+
+
+def test_a_prompt_that_was_verified_or_is_due_is_left_no_longer(desk: Desk) -> None:
+    """Of an idle engine too; and others stay."""
+    for number, first in enumerate((0, 100, 200)):
+        desk.call(f"r{number}", num_blocks=3, first=first, handover=True, retain_s=0.0)
+        desk.now_s += 1
+    assert listed(desk).num_handovers == 3
+    desk.extension.mailbox.post(HandedOver(hash_of(102)))
+    assert listed(desk).num_handovers == 2
+    desk.now_s += desk.extension.settings.handover_s - 2
+    assert listed(desk).num_handovers == 1
 
 
 def test_draining_is_told_to_routers_until_the_engine_ends(desk: Desk) -> None:
