@@ -201,7 +201,7 @@ class PlannedCall:
                 root=self._call.root,
             )
         if tags.final:
-            services.sessions.forget(tags.session_id)
+            self._leave(services.sessions.forget(tags.session_id), engine)
             services.forecast.forget(tags.session_id)
         elif not self._call.anonymous:
             left = services.sessions.advance(
@@ -210,13 +210,18 @@ class PlannedCall:
                 root=self._call.root,
                 answered=answered,
             )
-            if left is not None:
-                # Taken over: what the old engine keeps of it is kept in vain, and whoever drains
-                # it, now or later, must not wait for this session.
-                taken = Signal(session=tags.session_id, kind="final")
-                services.background.spawn(self._signal([left], taken), "leave a session")
+            self._leave(left, engine)
             if ending.boundary is Boundary.TOOL:
                 self._begin_wait(engine, ending.tool_names)
+
+    def _leave(self, left: str | None, engine: EngineView) -> None:
+        """Tell the engine that a session has come from that it is kept there in vain.
+
+        Whoever drains it, now or later, must not wait for this session.
+        """
+        if left is not None and left != engine.name:
+            taken = Signal(session=self._call.tags.session_id, kind="final")
+            self._services.background.spawn(self._signal([left], taken), "leave a session")
 
     def _begin_wait(self, engine: EngineView, tool_names: tuple[str, ...]) -> None:
         """Tell the engines that hold the session when it will be back, if anybody knows."""

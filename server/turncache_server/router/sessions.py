@@ -98,6 +98,7 @@ class SessionTable:
             self._entries.popitem(last=False)
         return None if before is None or before.served_by == served_by else before.served_by
 
-    def forget(self, session: str) -> None:
-        """Drop a session that has ended."""
-        self._entries.pop(session, None)
+    def forget(self, session: str) -> str | None:
+        """Drop a session that has ended; returns the engine that served it last."""
+        entry = self._entries.pop(session, None)
+        return None if entry is None else entry.served_by

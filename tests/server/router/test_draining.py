@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.engine import BLOCK_TOKENS, FakeEngine, fake_engines, fake_pair
 from tests.server.router.support import MESSAGES, Bench, bench, outcome_of
-from turncache.protocol import Plan
+from turncache.protocol import FINAL_HEADER, Plan
 from turncache_server.router.events import EngineDrains
 from turncache_tools.__main__ import main
 
@@ -121,7 +121,8 @@ async def test_without_draining_what_an_engine_had_is_lost() -> None:
     assert again_tokens > 0
 
 
-async def test_a_session_is_pulled_from_the_draining_engine_and_left_there() -> None:
+@pytest.mark.parametrize("final", [False, True], ids=["goes on", "ends"])
+async def test_a_session_is_pulled_from_the_draining_engine_and_left_there(final: bool) -> None:
     """Its next call is served elsewhere with the old engine as source, which then lets go."""
     async with fake_pair(decodes=2) as ([prefill], decodes), bench(prefill, *decodes) as running:
         await running.ready()
@@ -132,7 +133,8 @@ async def test_a_session_is_pulled_from_the_draining_engine_and_left_there() -> 
         old.draining = True
         await running.eventually(lambda: running.of_kind(EngineDrains), bool)
         prefill.kv.flush()
-        response = await running.chat(messages=agent.messages, session="s")
+        last = {FINAL_HEADER: "true"} if final else {}
+        response = await running.chat(messages=agent.messages, session="s", headers=last)
         assert outcome_of(response).plan is Plan.RETURN
         assert outcome_of(response).lost == 0
         assert prefill.seen[-1].xargs["tc_source"] == old.name
@@ -140,7 +142,7 @@ async def test_a_session_is_pulled_from_the_draining_engine_and_left_there() -> 
         await running.eventually(lambda: old.kept, lambda kept: kept == {})
         assert [(s.session, s.kind) for s in old.signals] == [("s", "final")]
         await running.chat(messages=agent.messages, session="s")
-        assert prefill.seen[-1].xargs["tc_source"] == new.name
+        assert prefill.seen[-1].xargs["tc_source"] == (old if final else new).name
         assert len(old.signals) == 1
 
 
