@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 from turncache.errors import ConfigError
@@ -24,6 +24,7 @@ from turncache_server.connector.pull import Pull
 from turncache_server.connector.recorder import Recorder
 from turncache_server.connector.records import CallBook, CallRecord
 from turncache_server.connector.selftest import surprises
+from turncache_server.connector.served import ServedCall
 from turncache_server.connector.source import Source
 from turncache_server.connector.steps import StepTracker
 from turncache_server.connector.unproven import Unproven
@@ -88,21 +89,6 @@ def guarded(
     return cast("Callable[Concatenate[Extension, P], T | None]", run)
 
 
-@dataclass(slots=True)
-class _Call:
-    """A call that this engine is serving; without an admission when the mode is off."""
-
-    hints: EngineHints
-    admission: Admission | None
-    prompt: int
-    local: int = 0
-    handed_over: int = 0
-    refused: Reason | None = None
-    # As of the first admission. What a preempted call reuses when it comes back is not
-    # added: its prompt would be counted twice.
-    record: CallRecord | None = None
-
-
 def _policy_of(settings: Settings) -> tuple[Policy, str | None]:
     """Return the policy of the settings, and why there is none: then one that is not used."""
     try:
@@ -152,7 +138,7 @@ class Extension:
         self._pool: Any = None
         self._block_map: Any = None
         self._stock_queue_type: type | None = None
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, ServedCall] = {}
         self._in_flight: set[str] = set()
         self._failed_loads: set[str] = set()
         self._ranked_at_s = float("-inf")
@@ -265,8 +251,11 @@ class Extension:
                 hashes=list(request.block_hashes),
                 now_s=self._clock(),
             )
-        self._calls[request.request_id] = _Call(
-            hints=hints, admission=admission, prompt=request.num_prompt_tokens
+        self._calls[request.request_id] = ServedCall(
+            hints=hints,
+            admission=admission,
+            prompt=request.num_prompt_tokens,
+            block_size=self.facts.block_size,
         )
         return hints
 
@@ -315,11 +304,8 @@ class Extension:
             self._recording.started(request.request_id, self._clock())
         call = self._calls.get(request.request_id)
         if call is not None:
-            # Looked at again when the load is done, with nothing more to bring. Of a whole
-            # prompt the last token is computed all the same.
-            most = max(0, call.prompt - 1 - call.local)
-            call.handed_over = max(call.handed_over, min(handed_over, most))
-            call.record = self._record(call, pull)
+            call.take_over(handed_over)
+            call.record = call.recorded(pull)
             self.book.put(call.hints.request, call.record)
 
     @guarded
@@ -366,15 +352,9 @@ class Extension:
         """Count what a sibling connector has loaded as found in this engine: a host tier's."""
         for new in new_requests:
             call = self._calls.get(new.req_id)
-            if call is None or call.record is None:
-                continue
-            record = call.record
-            loaded = new.num_computed_tokens - record.local - record.returned
-            if loaded > 0:
-                lost = max(0, record.lost - loaded)
-                found = Reason.OK if record.reason is Reason.EVICTED and not lost else record.reason
-                call.record = replace(record, local=record.local + loaded, lost=lost, reason=found)
-                self.book.put(call.hints.request, call.record)
+            record = None if call is None else call.found_besides(new.num_computed_tokens)
+            if call is not None and record is not None:
+                self.book.put(call.hints.request, record)
 
     @guarded
     def loads_failed(self, request_ids: set[str]) -> None:
@@ -420,7 +400,7 @@ class Extension:
             if self.mode is not Mode.OFF:
                 self.table.ordinary(len(block_ids), now_s=self._clock())
             return
-        record = call.record or self._record(call, pull)
+        record = call.record or call.recorded(pull)
         self.book.finish(call.hints.request, record)
         self._write_down(request, block_ids, call.hints, record)
         if call.admission is None or self.mode is Mode.OFF:
@@ -481,40 +461,6 @@ class Extension:
             handover=hints.handover,
             now_s=self._clock(),
         )
-
-    def _record(self, call: _Call, pull: Pull | None) -> CallRecord:
-        size = self.facts.block_size
-        returned = pull.returned_blocks * size if pull is not None else call.handed_over
-        known = 0 if call.admission is None else call.admission.known_blocks
-        if pull is not None:
-            known = max(known, pull.known_blocks)
-        # At least the last token is computed by every call, and with it its block.
-        reusable = min(known, (call.prompt - 1) // size) * size
-        lost = max(0, reusable - call.local - returned)
-        reason, at = self._reason(call, pull, lost)
-        return CallRecord(
-            prompt=call.prompt,
-            local=call.local,
-            returned=returned,
-            lost=lost,
-            reason=reason,
-            at=at,
-            pull_s=0.0 if pull is None else pull.pull_s,
-        )
-
-    def _reason(self, call: _Call, pull: Pull | None, lost: int) -> tuple[Reason, int | None]:
-        if call.admission is None:
-            return Reason.DISABLED, None
-        refused = call.refused if pull is None else pull.reason
-        if refused is not None and (lost or refused is not Reason.BELOW_THRESHOLD):
-            return refused, None
-        if lost:
-            return Reason.EVICTED, None
-        if call.admission.new_session:
-            return Reason.NEW_SESSION, None
-        if call.admission.diverged_at is not None:
-            return Reason.DIVERGED, call.admission.diverged_at * self.facts.block_size
-        return Reason.OK, None
 
     # --- inside ----------------------------------------------------------------------------
 
