@@ -225,7 +225,7 @@ def round_of_kept(caller: Pair) -> tuple[float, float]:
     return local / (complete * BLOCK), flooded / flood_s
 
 
-def kept(rounds: int = 2) -> Iterator[Figure]:
+def kept(rounds: int = 6) -> Iterator[Figure]:
     """Yield what is kept and how fast the flood is."""
     with started(num_blocks={"single": POOL_BLOCKS}, max_model_len=2560) as stack:
         caller = Pair(stack)
@@ -252,7 +252,10 @@ def kept(rounds: int = 2) -> Iterator[Figure]:
         value=speed["on"],
         baseline=speed["off"],
         limit=FLOOD_LIMIT,
-        held=speed["on"] / speed["off"],
+        # In turns: what else this machine does in a minute is in both halves of a round.
+        held=statistics.median(
+            on[1] / off[1] for on, off in zip(found["on"], found["off"], strict=True)
+        ),
         at_least=True,
     )
 
