@@ -12,6 +12,7 @@ from typing import Any
 from turncache.protocol import SESSION_HEADER, CallTags, Cause
 from turncache_tools.bench.arms import Arm, Block, Hints
 from turncache_tools.bench.client import CallFailed, Client
+from turncache_tools.bench.conversation import Conversation
 from turncache_tools.bench.results import BlockResult, CallResult, answered
 from turncache_tools.bench.stack import Sampled, Stack
 from turncache_tools.bench.stream import Streamed
@@ -75,6 +76,7 @@ class _Agent:
     spec: AgentSpec
     session: str
     parent: str | None
+    calls: Conversation
     history: list[Piece] = field(default_factory=list)
     tool_calls: tuple[dict[str, Any], ...] = ()
     before: int = 0
@@ -137,7 +139,8 @@ class BlockRun:
         if spec.starts_s:
             await asyncio.sleep(spec.starts_s)
         session = f"bench-{self._salt}-{spec.name}"
-        agent = _Agent(spec, session, parent, [self._shared()])
+        calls = Conversation(self._client, self._arm)
+        agent = _Agent(spec, session, parent, calls, [self._shared()])
         for number, call in enumerate(spec.calls, 1):
             await self._between(agent, number, call)
             result = await self._call(agent, number, call)
@@ -200,7 +203,8 @@ class BlockRun:
     async def _other(self, messages: list[dict[str, Any]]) -> None:
         body = {"model": self._setting.model, "messages": messages, "max_tokens": 1}
         try:
-            asked = await self._client.ask(self._arm.url, {**body, "temperature": 0})
+            conversation = Conversation(self._client, self._arm)
+            asked = await conversation.ask({**body, "temperature": 0}, {})
         except CallFailed:
             self._others.append(None)
             return
@@ -221,7 +225,7 @@ class BlockRun:
         }
         headers = self._headers(agent, number, call)
         try:
-            asked = await self._client.ask(self._arm.url, body, headers)
+            asked = await agent.calls.ask(body, headers)
         except CallFailed as error:
             return CallResult(agent=agent.spec.name, call=number, error=str(error))
         result = answered(
