@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from turncache_tools.bench.results import BlockResult, CallResult, answered
 from turncache_tools.bench.stack import Sampled, Stack
 from turncache_tools.bench.stream import Streamed
 from turncache_tools.bench.texts import Piece, Tokens, answer_message, kept, result_messages, text
-from turncache_tools.bench.workload import AgentSpec, CallSpec, Workload
+from turncache_tools.bench.workload import AgentSpec, CallSpec, Workload, is_miss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,18 +169,12 @@ class BlockRun:
         if number == 1:
             return
         started_s = time.perf_counter()
-        place = f"{agent.spec.name}-{number}"
-        if self._setting.misses is not None and self._is_miss(place):
-            await self._miss(self._setting.misses, place)
+        misses, name = self._setting.misses, agent.spec.name
+        if misses is not None and is_miss(misses.rate, self._setting.seed, name, number):
+            await self._miss(misses, f"{name}-{number}")
         left_s = call.wait_s - (time.perf_counter() - started_s)
         if left_s > 0:
             await asyncio.sleep(left_s)
-
-    def _is_miss(self, place: str) -> bool:
-        """Decide by place, not by block: the same waits miss in all arms."""
-        assert self._setting.misses is not None
-        draw = random.Random(f"miss-{self._setting.seed}-{place}")  # noqa: S311 - reproducible
-        return draw.random() < self._setting.misses.rate
 
     async def _miss(self, misses: Misses, place: str) -> None:
         for url in misses.reset:
