@@ -105,6 +105,14 @@ perf-router: setup ## time the router against vllm-router (PERF="--long")
 perf-plan: setup ## the planner against published measurements, and its speed
 	@$(PY) -m tests.perf.bench_plan
 
+.PHONY: perf-plan-pair
+perf-plan-pair: models ## calibrate a real pair, and the planner against what it measures (PERF="--resume")
+	@$(ENGINE) -m tests.perf.bench_plan_pair $(PERF)
+
+.PHONY: perf-aiperf
+perf-aiperf: models ## aiperf, in an environment of its own, on our router and a real pair
+	@$(ENGINE) -m tests.perf.bench_aiperf
+
 .PHONY: perf-router-replicas
 perf-router-replicas: setup ## two routers, same engines: agreement, and how often a source is unknown (PERF="--refused 0.05")
 	@$(PY) -m tests.perf.bench_replicas $(PERF)
@@ -114,7 +122,7 @@ fuzz-router: setup ## 100,000 malformed and hostile requests against the router 
 	@$(PY) -m tests.fuzz.router $(FUZZ)
 
 .PHONY: bench
-bench: models ## off against ours on a real pair, at several lengths (BENCH="--only 1")
+bench: models ## off against ours and stock's returns on real pairs (BENCH="--only 1 --rounds 1 --resume")
 	@$(ENGINE) -m tests.perf.bench_pays $(BENCH)
 
 .PHONY: perf-langgraph-shares

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,11 +11,12 @@ from typing import Any
 from turncache.protocol import SESSION_HEADER, CallTags, Cause
 from turncache_tools.bench.arms import Arm, Block, Hints
 from turncache_tools.bench.client import CallFailed, Client
+from turncache_tools.bench.conversation import Conversation
 from turncache_tools.bench.results import BlockResult, CallResult, answered
 from turncache_tools.bench.stack import Sampled, Stack
 from turncache_tools.bench.stream import Streamed
 from turncache_tools.bench.texts import Piece, Tokens, answer_message, kept, result_messages, text
-from turncache_tools.bench.workload import AgentSpec, CallSpec, Workload
+from turncache_tools.bench.workload import AgentSpec, CallSpec, Workload, is_miss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,7 @@ class _Agent:
     spec: AgentSpec
     session: str
     parent: str | None
+    calls: Conversation
     history: list[Piece] = field(default_factory=list)
     tool_calls: tuple[dict[str, Any], ...] = ()
     before: int = 0
@@ -137,7 +138,8 @@ class BlockRun:
         if spec.starts_s:
             await asyncio.sleep(spec.starts_s)
         session = f"bench-{self._salt}-{spec.name}"
-        agent = _Agent(spec, session, parent, [self._shared()])
+        calls = Conversation(self._client, self._arm)
+        agent = _Agent(spec, session, parent, calls, [self._shared()])
         for number, call in enumerate(spec.calls, 1):
             await self._between(agent, number, call)
             result = await self._call(agent, number, call)
@@ -167,18 +169,12 @@ class BlockRun:
         if number == 1:
             return
         started_s = time.perf_counter()
-        place = f"{agent.spec.name}-{number}"
-        if self._setting.misses is not None and self._is_miss(place):
-            await self._miss(self._setting.misses, place)
+        misses, name = self._setting.misses, agent.spec.name
+        if misses is not None and is_miss(misses.rate, self._setting.seed, name, number):
+            await self._miss(misses, f"{name}-{number}")
         left_s = call.wait_s - (time.perf_counter() - started_s)
         if left_s > 0:
             await asyncio.sleep(left_s)
-
-    def _is_miss(self, place: str) -> bool:
-        """Decide by place, not by block: the same waits miss in all arms."""
-        assert self._setting.misses is not None
-        draw = random.Random(f"miss-{self._setting.seed}-{place}")  # noqa: S311 - reproducible
-        return draw.random() < self._setting.misses.rate
 
     async def _miss(self, misses: Misses, place: str) -> None:
         for url in misses.reset:
@@ -200,7 +196,8 @@ class BlockRun:
     async def _other(self, messages: list[dict[str, Any]]) -> None:
         body = {"model": self._setting.model, "messages": messages, "max_tokens": 1}
         try:
-            asked = await self._client.ask(self._arm.url, {**body, "temperature": 0})
+            conversation = Conversation(self._client, self._arm)
+            asked = await conversation.ask({**body, "temperature": 0}, {})
         except CallFailed:
             self._others.append(None)
             return
@@ -221,7 +218,7 @@ class BlockRun:
         }
         headers = self._headers(agent, number, call)
         try:
-            asked = await self._client.ask(self._arm.url, body, headers)
+            asked = await agent.calls.ask(body, headers)
         except CallFailed as error:
             return CallResult(agent=agent.spec.name, call=number, error=str(error))
         result = answered(

@@ -30,6 +30,7 @@ class ArmKind:
         ours: it needs our engines.
         pair: it needs prefill and decode apart.
         elsewhere: why it cannot be switched on while a stack runs; empty when it can.
+        brings_back: on a stock pair, each call brings what decode said with the last answer.
     """
 
     what: str
@@ -39,6 +40,7 @@ class ArmKind:
     ours: bool = False
     pair: bool = False
     elsewhere: str = ""
+    brings_back: bool = False
 
 
 OFF = "off"
@@ -67,6 +69,7 @@ KINDS: Mapping[str, ArmKind] = {
         what="stock bidirectional_kv_xfer",
         hints=Hints.SESSION,
         elsewhere="it is a flag of the engines at their start",
+        brings_back=True,
     ),
     "offload": ArmKind(
         what="stock host tier",
@@ -103,13 +106,29 @@ class StackFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StockPair:
+    """Stock prefill and decode engines without a router: the bench makes both legs of a call.
+
+    Attributes:
+        prefill: base URL.
+        decode: likewise.
+        returning: each call brings what decode said with the last answer.
+    """
+
+    prefill: str
+    decode: str
+    returning: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
     """An arm that is measured.
 
     Attributes:
         name: ``off`` is what the others are compared with.
         what: for people.
-        url: where its calls go.
+        url: where its calls go; of a stock pair, its decode engine.
+        pair: they go there in two legs, None for one.
         hints: that they carry.
         mode: to switch engines to, None for nothing to switch.
         returns: to switch the router to, None for nothing to switch.
@@ -118,6 +137,7 @@ class Arm:
     name: str
     what: str
     url: str
+    pair: StockPair | None = None
     hints: Hints = Hints.NONE
     mode: Mode | None = None
     returns: bool | None = None
@@ -132,7 +152,7 @@ class NotMeasurable:
 
 
 def choose_arms(
-    wanted: Sequence[str], facts: StackFacts, *, url: str, urls: Mapping[str, str]
+    wanted: Sequence[str], facts: StackFacts, *, url: str, urls: Mapping[str, Sequence[str]]
 ) -> tuple[list[Arm], list[NotMeasurable]]:
     """Say which arms are measured.
 
@@ -140,7 +160,7 @@ def choose_arms(
         wanted: names; ``off`` is added.
         facts: of the stack at ``url``.
         url: base URL of the stack.
-        urls: arms with a stack of their own.
+        urls: arms with a stack of their own: its base URL, or those of prefill and decode.
 
     Raises:
         UsageError: an unknown name without a URL, or nothing to compare with.
@@ -151,9 +171,7 @@ def choose_arms(
     for name in names:
         kind = KINDS.get(name)
         if name in urls:
-            hints = Hints.NONE if kind is None else kind.hints
-            what = "a stack of its own" if kind is None else kind.what
-            arms.append(Arm(name=name, what=what, url=urls[name], hints=hints))
+            arms.append(_elsewhere(name, kind, urls[name]))
             continue
         if kind is None:
             raise UsageError(
@@ -179,6 +197,21 @@ def choose_arms(
             f"there is nothing to compare with: off is not measurable here: {missing[0].why}"
         )
     return arms, missing
+
+
+def _elsewhere(name: str, kind: ArmKind | None, urls: Sequence[str]) -> Arm:
+    """Return an arm with a stack of its own."""
+    pair = None
+    if len(urls) > 1:
+        returning = kind is not None and kind.brings_back
+        pair = StockPair(prefill=urls[0], decode=urls[-1], returning=returning)
+    return Arm(
+        name=name,
+        what="a stack of its own" if kind is None else kind.what,
+        url=urls[-1],
+        pair=pair,
+        hints=Hints.NONE if kind is None else kind.hints,
+    )
 
 
 def _missing(name: str, kind: ArmKind, facts: StackFacts) -> str:
@@ -215,7 +248,7 @@ class Block:
     Attributes:
         number: from 0.
         arm: its name; ``off again`` is off, to be compared with off.
-        round: blocks of one round are compared with each other; 0 is off against off.
+        round: from 1; blocks of one round are compared with each other. 0: warm-up.
     """
 
     number: int
@@ -224,14 +257,18 @@ class Block:
 
 
 def schedule(names: Sequence[str], *, rounds: int) -> list[Block]:
-    """Return the blocks: off against off first, then the arms, every other round reversed.
+    """Return the blocks: in every round off at both ends and the arms between, turned in even ones.
 
     Args:
         names: of the arms, off first.
-        rounds: of all arms; an even number cancels a drift that is linear in time.
+        rounds: of all arms.
+
+    A machine's speed drifts by more than what is measured. So every arm lies between two blocks
+    of off, which are as far from each other as blocks of a round can be: off against off tells
+    what the drift of a round comes to, and in an even number of rounds a linear one is cancelled.
     """
-    order = [(OFF, 0), (OFF_AGAIN, 0)]
+    order = []
     for number in range(1, rounds + 1):
-        turned = names if number % 2 else list(reversed(names))
-        order += [(name, number) for name in turned]
+        turn = [*names, OFF_AGAIN]
+        order += [(name, number) for name in (turn if number % 2 else reversed(turn))]
     return [Block(number=at, arm=arm, round=nr) for at, (arm, nr) in enumerate(order)]

@@ -16,6 +16,7 @@ from turncache.errors import EngineFault, ProtocolError
 from turncache.protocol import CALL_HEADER, OUTCOME_HEADER, REQUEST_ID_HEADER, Outcome
 from turncache_tools.bench.stream import BrokenStream, Collector, Lines, Streamed
 
+_PATH: Final = "/v1/chat/completions"
 _CONNECT_TIMEOUT_S: Final = 10.0
 _SHORT_TIMEOUT_S: Final = 10.0
 #: How often a record that is not final yet is asked for.
@@ -76,8 +77,17 @@ class Client:
         assert self._session is not None
         await self._session.close()
 
+    def now_s(self) -> float:
+        """Return what the clock says."""
+        return self._clock()
+
     async def ask(
-        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+        *,
+        since_s: float | None = None,
     ) -> Asked:
         """Make one streamed chat completion.
 
@@ -85,6 +95,7 @@ class Client:
             url: base URL, without ``/v1``.
             body: without ``stream``.
             headers: of the session.
+            since_s: where times count from, None for now.
 
         Raises:
             CallFailed: no connection, an error status, or a stream that is no answer.
@@ -93,10 +104,8 @@ class Client:
         whole = {**body, "stream": True, "stream_options": {"include_usage": True}}
         collector, lines = Collector(), Lines()
         try:
-            started_s = self._clock()
-            async with self._session.post(
-                f"{url}/v1/chat/completions", json=whole, headers=headers
-            ) as response:
+            started_s = self._clock() if since_s is None else since_s
+            async with self._session.post(f"{url}{_PATH}", json=whole, headers=headers) as response:
                 if response.status != 200:
                     raise CallFailed(f"status {response.status}: {await _message(response)}")
                 async for piece in response.content.iter_any():
@@ -115,6 +124,26 @@ class Client:
             # Not timed: the record is complete after the last byte only.
             outcome = await self._record(url, found[REQUEST_ID_HEADER]) or outcome
         return Asked(streamed=streamed, outcome=outcome, ours=ours)
+
+    async def whole(
+        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Make one chat completion that is not streamed; return it.
+
+        Raises:
+            CallFailed: no connection, an error status, or no answer.
+        """
+        assert self._session is not None
+        try:
+            async with self._session.post(f"{url}{_PATH}", json=body, headers=headers) as response:
+                if response.status != 200:
+                    raise CallFailed(f"status {response.status}: {await _message(response)}")
+                found = _parsed(await response.text(errors="replace"))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise CallFailed(f"{type(error).__name__}: {error}"[:200]) from error
+        if not isinstance(found, dict) or not found.get("choices"):
+            raise CallFailed("the answer is no chat completion")
+        return found
 
     async def _record(self, url: str, request: str) -> Outcome | None:
         outcome = None

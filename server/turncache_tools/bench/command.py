@@ -54,7 +54,10 @@ def bench(
     ] = "idle,retention,both",
     arm: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=URL: an arm with a stack of its own, such as bidirectional=..."),
+        typer.Option(
+            help="NAME=URL: an arm with a stack of its own; NAME=PREFILL,DECODE: a stock pair, "
+            "such as bidirectional=URL,URL."
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Blocks of every arm; even ones cancel drift.")] = 2,
     seed: Annotated[int, typer.Option(help="Of workload, texts, misses and resampling.")] = 1,
@@ -149,13 +152,14 @@ def main(arguments: Sequence[str]) -> int:
     return run_verb(verb, arguments, "bench")
 
 
-def _arm_urls(texts: list[str]) -> dict[str, str]:
+def _arm_urls(texts: list[str]) -> dict[str, tuple[str, ...]]:
     out = {}
     for text in texts:
-        name, equals, url = text.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--arm {text!r}: expected NAME=URL")
-        out[name] = base_url(url, f"--arm {name}=")
+        name, equals, urls = text.partition("=")
+        parts = urls.split(",")
+        if not equals or not name or len(parts) > 2:
+            raise UsageError(f"--arm {text!r}: expected NAME=URL, or NAME=PREFILL,DECODE")
+        out[name] = tuple(base_url(each.strip(), f"--arm {name}=") for each in parts)
     return out
 
 

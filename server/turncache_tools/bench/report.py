@@ -20,8 +20,8 @@ from turncache_tools.bench.results import (
 from turncache_tools.bench.statistics import (
     Interval,
     bootstrap,
+    median_ratio,
     quantile,
-    ratio_of_medians,
     summary,
 )
 from turncache_tools.bench.verdicts import Refusal, off_against_off, off_differs, refusals
@@ -308,9 +308,9 @@ def _gains(
     by_call: dict[int, Interval] = {}
     for number in sorted({pair[0] for each in found.values() for pair in each}):
         of_call = {key: [p for p in each if p[0] == number] for key, each in found.items()}
-        gain = bootstrap({k: v for k, v in of_call.items() if v}, ratio_of_medians, seed=seed)
+        gain = bootstrap({k: v for k, v in of_call.items() if v}, median_ratio, seed=seed)
         if gain is not None:
             by_call[number] = gain
     return bootstrap(
-        {key: each for key, each in later.items() if each}, ratio_of_medians, seed=seed
+        {key: each for key, each in later.items() if each}, median_ratio, seed=seed
     ), by_call

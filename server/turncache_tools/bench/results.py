@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from turncache.protocol import Outcome
+from turncache_tools.bench.arms import OFF, OFF_AGAIN
 from turncache_tools.bench.stream import Streamed
 
 
@@ -131,8 +133,9 @@ class BlockResult:
 
 
 def of_arm(blocks: Iterable[BlockResult], arm: str) -> list[BlockResult]:
-    """Return the blocks of an arm that are compared with others, in their order."""
-    return [block for block in blocks if block.arm == arm and block.round > 0]
+    """Return the blocks of an arm, in their order; off's are both of every round."""
+    names = (OFF, OFF_AGAIN) if arm == OFF else (arm,)
+    return [block for block in blocks if block.arm in names]
 
 
 def calls_of(blocks: Iterable[BlockResult]) -> list[CallResult]:
@@ -152,14 +155,12 @@ def pairs(
     """Pair the calls of two arms by round, agent and call.
 
     Returns:
-        By (round, agent): (call, value of one, value of the other). Calls of one agent
-        depend on each other: whoever resamples takes whole agents.
+        By (round, agent): (call, value of one, value of the other), for every two blocks of a
+        round. Calls of one agent depend on each other: whoever resamples takes whole agents.
     """
     out: dict[tuple[int, str], list[tuple[int, float, float]]] = {}
-    rounds = {block.round: block for block in other}
-    for at, block in enumerate(one):
-        partner = rounds.get(block.round) or (other[at] if at < len(other) else None)
-        if partner is None:
+    for block, partner in itertools.product(one, other):
+        if block.round != partner.round:
             continue
         found = {(call.agent, call.call): call for call in partner.calls if not call.error}
         for call in block.calls:

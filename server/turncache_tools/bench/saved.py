@@ -10,7 +10,7 @@ from typing import Any, Final
 from turncache.errors import UsageError
 from turncache_tools.bench.results import BlockResult
 
-_SCHEMA: Final = "turncache-bench-blocks/1"
+_SCHEMA: Final = "turncache-bench-blocks/2"
 
 
 class SavedBlocks:

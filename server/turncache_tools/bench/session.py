@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +29,7 @@ class Plan:
     Attributes:
         workload: what agents do.
         arms: wanted, by name.
-        urls: arms with a stack of their own.
+        urls: arms with a stack of their own: one base URL, or prefill's and decode's.
         rounds: of all arms.
         seed: of workload, texts, misses and resampling.
         misses: how caches are emptied, None for not on purpose.
@@ -42,7 +43,7 @@ class Plan:
 
     workload: Workload
     arms: tuple[str, ...]
-    urls: Mapping[str, str]
+    urls: Mapping[str, tuple[str, ...]]
     rounds: int
     seed: int
     misses: Misses | None
@@ -54,13 +55,12 @@ class Plan:
     timeout_s: float
 
     def settled(self, places: Places) -> dict[str, Any]:
-        """Return what must be equal for a run to go on."""
+        """Return what must be equal for a run to go on; it may go on with more rounds."""
         return {
             "workload": asdict(self.workload),
             "arms": list(self.arms),
-            "urls": dict(self.urls),
+            "urls": {name: list(urls) for name, urls in self.urls.items()},
             "url": places.url,
-            "rounds": self.rounds,
             "seed": self.seed,
             "misses": None if self.misses is None else asdict(self.misses),
             "model": self.model,
@@ -84,7 +84,8 @@ async def run(plan: Plan, places: Places, say: Callable[[str], None]) -> Report:
     async with Client(plan.key, timeout_s=plan.timeout_s) as client:
         stack = Stack(client, places)
         nonce = secrets.token_hex(4)
-        urls = tuple(dict.fromkeys([places.url, *plan.urls.values()]))
+        elsewhere = itertools.chain.from_iterable(plan.urls.values())
+        urls = tuple(dict.fromkeys([places.url, *elsewhere]))
         probed = await probe(client, urls, model=plan.model, nonce=nonce)
         facts = await stack.facts(ours=probed.ours)
         arms, missing = choose_arms(plan.arms, facts, url=places.url, urls=plan.urls)

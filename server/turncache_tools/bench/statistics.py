@@ -103,9 +103,11 @@ def bootstrap(
     )
 
 
-def ratio_of_medians(pairs: Sequence[tuple[int, float, float]]) -> float | None:
-    """Return the median of the first over that of the second; None where it is not defined."""
-    if not pairs:
-        return None
-    below = quantile([pair[2] for pair in pairs], 0.5)
-    return quantile([pair[1] for pair in pairs], 0.5) / below if below > 0 else None
+def median_ratio(pairs: Sequence[tuple[int, float, float]]) -> float | None:
+    """Return the median over pairs of the first over the second; None where it is not defined.
+
+    Of equal calls in two arms: how long a prompt is cancels in each pair. A ratio of two medians
+    would hold the middle call of one arm against that of the other, and be as noisy as those two.
+    """
+    found = [one / other for _, one, other in pairs if other > 0]
+    return quantile(found, 0.5) if found else None

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from turncache_tools.bench.arms import KINDS, OFF_AGAIN, Arm, Hints
+from turncache_tools.bench.arms import KINDS, OFF, OFF_AGAIN, Arm, Hints
 from turncache_tools.bench.results import BlockResult, CallResult, calls_of, of_arm, pairs
-from turncache_tools.bench.statistics import Interval, bootstrap, quantile, ratio_of_medians
+from turncache_tools.bench.statistics import Interval, bootstrap, median_ratio, quantile
 
 #: Prompts of two arms may differ by what live answers differ in, relative to the longer.
 _PROMPTS_MAY_DIFFER: Final = 0.05
@@ -35,11 +35,11 @@ class Refusal:
 
 def off_against_off(blocks: Sequence[BlockResult], *, seed: int) -> Interval | None:
     """Return TTFT of off over off, calls 2 and later; None where none was measured."""
-    first = [block for block in blocks if block.round == 0 and block.arm != OFF_AGAIN]
-    again = [block for block in blocks if block.round == 0 and block.arm == OFF_AGAIN]
+    first = [block for block in blocks if block.arm == OFF]
+    again = [block for block in blocks if block.arm == OFF_AGAIN]
     return bootstrap(
         {key: _later(found) for key, found in pairs(first, again, "ttft_ms").items()},
-        ratio_of_medians,
+        median_ratio,
         seed=seed,
     )
 

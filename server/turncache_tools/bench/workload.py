@@ -75,6 +75,15 @@ def every_agent(agents: Sequence[AgentSpec]) -> Iterator[AgentSpec]:
             yield from every_agent(call.spawned)
 
 
+def is_miss(rate: float, seed: int, agent: str, call: int) -> bool:
+    """Say whether prefill's cache is emptied before an agent's call.
+
+    By its place in the workload: the same waits miss in all arms, and in a plan of the same seed.
+    """
+    draw = random.Random(f"miss-{seed}-{agent}-{call}")  # noqa: S311 - reproducible, not secret
+    return draw.random() < rate
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
     """A workload in numbers.

@@ -2,13 +2,17 @@
 
 A call's time to first token on a quiet stack is taken for the sum
 
-    constant + host_token_s * prompt + prefill_token_s * computed + prefill_pair_s * pairs
-    + pull_latency_s * (something was returned) + pull_token_s * (returned + handed)
+    host_s + host_token_s * prompt + prefill_token_s * computed + prefill_pair_s * pairs
 
-where *handed* tokens are those that decode takes from prefill. Both directions are the same
-verified pull, so they share a cost per token; the latency of the hand-over and decode's first
-step are in the constant, and taken out of it at the end. Errors are relative: a point of 50 ms
-counts as much as one of 5 s.
+and on a pair, where decode takes from prefill what it lacks (*handed*) and takes a step::
+
+    + pull_latency_s * (1, or 2 when something was returned) + pull_token_s * (returned + handed)
+    + decode_token_s
+
+which is what the planner simulates: a cost that is not fitted with it would be added to what the
+fit has put elsewhere. Both directions are the same verified pull, so they share its costs;
+decode's step is known from the times between tokens. Errors are relative: a point of 50 ms counts
+as much as one of 5 s.
 """
 
 from __future__ import annotations
@@ -95,10 +99,12 @@ def fit_profile(samples: Sequence[Sample], facts: Facts) -> CostProfile:
     points = _medians(samples)
     pulled = facts.pair and any(each.sample.returned for each in points)
     rows = [_row(each.sample, pulled=pulled) for each in points]
-    costs = least_squares(rows, [each.sample.ttft_s for each in points])
-    constant, host_token_s, prefill_token_s, prefill_pair_s, *pull = costs
-    fixed_s = pull[0] + facts.decode_token_s if pulled else 0.0
-    fitted = [sum(x * cost for x, cost in zip(row, costs, strict=True)) for row in rows]
+    seconds = [each.sample.ttft_s for each in points]
+    # One engine's first token comes out of prefill's last step.
+    step_s = facts.decode_token_s if pulled else 0.0
+    costs = least_squares(rows, seconds, known_s=step_s)
+    host_s, host_token_s, prefill_token_s, prefill_pair_s, *pull = costs
+    fitted = [sum(x * cost for x, cost in zip(row, costs, strict=True)) + step_s for row in rows]
     return CostProfile(
         name=facts.model,
         model=facts.model,
@@ -106,7 +112,7 @@ def fit_profile(samples: Sequence[Sample], facts: Facts) -> CostProfile:
         about=facts.about,
         engines=facts.engines,
         accelerators=facts.accelerators,
-        host_s=max(0.0, constant - fixed_s),
+        host_s=host_s,
         host_token_s=host_token_s,
         prefill_token_s=prefill_token_s,
         prefill_pair_s=prefill_pair_s,
@@ -126,10 +132,10 @@ def fit_profile(samples: Sequence[Sample], facts: Facts) -> CostProfile:
                 returned_tokens=each.sample.returned,
                 computed_tokens=each.sample.computed,
                 measured_ms=round(1e3 * each.sample.ttft_s, 3),
-                fitted_ms=round(1e3 * seconds, 3),
+                fitted_ms=round(1e3 * fitted_s, 3),
                 spread=round(each.spread, 4),
             )
-            for each, seconds in zip(points, fitted, strict=True)
+            for each, fitted_s in zip(points, fitted, strict=True)
         ),
     )
 
@@ -153,7 +159,7 @@ def _row(sample: Sample, *, pulled: bool) -> tuple[float, ...]:
     row = (1.0, float(sample.prompt), float(sample.computed), pairs)
     if not pulled:
         return row
-    return (*row, float(sample.returned > 0), float(sample.returned + sample.handed))
+    return (*row, 1.0 + (sample.returned > 0), float(sample.returned + sample.handed))
 
 
 def median_error(profile: CostProfile) -> float:
@@ -161,30 +167,34 @@ def median_error(profile: CostProfile) -> float:
     return quantile([abs(point.error) for point in profile.points], 0.5)
 
 
-def least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+def least_squares(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], *, known_s: float = 0.0
+) -> list[float]:
     """Return the costs, none negative, whose squared relative errors are smallest.
 
     Args:
         rows: units of each cost, per point.
         seconds: of each point, above 0.
+        known_s: of these, what no cost is sought for.
 
     With few costs the best of all subsets is found by trying them: the solution has some
     costs of 0 and solves the normal equations of the others.
     """
     scaled = [[x / time_s for x in row] for row, time_s in zip(rows, seconds, strict=True)]
+    wanted = [max(0.0, time_s - known_s) / time_s for time_s in seconds]
     count = len(rows[0])
     # Columns of very different sizes would make the equations ill-conditioned.
     sizes = [max((abs(row[at]) for row in scaled), default=0.0) or 1.0 for at in range(count)]
     scaled = [[x / size for x, size in zip(row, sizes, strict=True)] for row in scaled]
-    best, least = [0.0] * count, float(len(rows))
+    best, least = [0.0] * count, sum(each**2 for each in wanted)
     for number in range(1, count + 1):
         for chosen in itertools.combinations(range(count), number):
-            costs = _solve([[row[at] for at in chosen] for row in scaled])
+            costs = _solve([[row[at] for at in chosen] for row in scaled], wanted)
             if costs is None or min(costs) < 0:
                 continue
             wrong = sum(
-                (sum(row[at] * cost for at, cost in zip(chosen, costs, strict=True)) - 1) ** 2
-                for row in scaled
+                (sum(row[at] * cost for at, cost in zip(chosen, costs, strict=True)) - each) ** 2
+                for row, each in zip(scaled, wanted, strict=True)
             )
             if wrong < least - 1e-12:
                 least = wrong
@@ -194,11 +204,12 @@ def least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
     return best
 
 
-def _solve(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """Solve the normal equations for a right side of ones; None where there is no one answer."""
+def _solve(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
+    """Solve the normal equations; None where there is no one answer."""
     count = len(rows[0])
     matrix = [
-        [sum(row[i] * row[j] for row in rows) for j in range(count)] + [sum(row[i] for row in rows)]
+        [sum(row[i] * row[j] for row in rows) for j in range(count)]
+        + [sum(row[i] * each for row, each in zip(rows, wanted, strict=True))]
         for i in range(count)
     ]
     for at in range(count):

@@ -152,7 +152,8 @@ class Calibration:
         caches = [_cache(text) for text in after]
         pools = [cache.get("tokens") for cache in caches]
         blocks = [cache["block"] for cache in caches if "block" in cache]
-        count = f"{self.repeats} repetitions of {len(measured.samples) // self.repeats} points"
+        points = {(sample.kind, sample.size) for sample in measured.samples}
+        count = f"{len(measured.samples)} calls at {len(points)} points"
         return Facts(
             model=probed.model,
             about=f"measured at {self.places.url}, {count}",

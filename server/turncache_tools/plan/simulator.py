@@ -1,7 +1,8 @@
 """One arm, simulated: calls arrive, queue for prefill, are handed over and answered. Pure.
 
 Time jumps from event to event; the same load, rig, arm and seed give the same result. README.md
-states the model and what it leaves out. Owner of all simulated state; pools own their blocks.
+states the model and what it leaves out. Owner of all simulated state but time (``events``) and
+agents (``arrivals``); pools own their blocks.
 
 Pools are reckoned in units of ``Rig.unit_tokens``. Lengths are exact all the same: when all
 units of what an engine had of a prompt are found, the call reuses all of its full KV blocks;
@@ -10,83 +11,21 @@ when a unit is missing, what lies before it.
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import random
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-from turncache_server.retention.ghost_pool import Grant
 from turncache_server.retention.lru import Lru
-from turncache_server.retention.values import Admission
-from turncache_tools.bench.workload import AgentSpec, CallSpec
+from turncache_tools.bench.workload import CallSpec, is_miss
+from turncache_tools.plan.arrivals import Arrivals
+from turncache_tools.plan.events import Events
+from turncache_tools.plan.flight import Call, Engine, Session
 from turncache_tools.plan.load import Load, PlanArm, Rig
 from turncache_tools.plan.pools import EnginePool, ended_call, wrong_by
-from turncache_tools.plan.served import Served, SimResult
+from turncache_tools.plan.served import SimResult
 
 #: Progress is told every so many calls.
 _TELL_EVERY: Final = 2000
-
-
-@dataclass(slots=True)
-class _Session:
-    """An agent's state.
-
-    Attributes:
-        chain: its units' ids.
-        history: tokens of the last prompt and answer.
-        prompt_before: tokens of the last prompt.
-        then: what goes on when it has ended.
-    """
-
-    name: str
-    spec: AgentSpec
-    chain: list[int]
-    history: int
-    then: Callable[[float], None]
-    number: int = 0
-    prompt_before: int = 0
-
-
-@dataclass(slots=True)
-class _Call:
-    """A call in flight."""
-
-    session: _Session | None
-    spec: CallSpec
-    number: int
-    arrived_s: float
-    prompt: int
-    chain: list[int]
-    prompt_units: int
-    # Tokens of the prompt that the prefill and the decode engine had, if nothing was evicted.
-    known: int
-    decode_known: int
-    grant: Grant | None = None
-    admission: Admission | None = None
-    decode_grant: Grant | None = None
-    decode_admission: Admission | None = None
-    local: int = 0
-    loaded: int = 0
-    returned: int = 0
-    compute_s: float = 0.0
-    queued_s: float = 0.0
-    since_s: float = 0.0
-    ttft_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Engine:
-    """An engine's pool and those who wait for it."""
-
-    pool: EnginePool
-    units: int
-    waiting: deque[_Call] = field(default_factory=deque)
-    pulled: deque[_Call] = field(default_factory=deque)
-    busy: bool = False
-    saw_shared: bool = False
 
 
 class Simulation:
@@ -115,106 +54,42 @@ class Simulation:
         if arm.host_gb:
             unit_bytes = self._profile.kv_token_bytes * self._unit
             self._tier = Lru(int(arm.host_gb * 1e9 // unit_bytes))
-        self._events: list[tuple[float, int, Callable[..., None], Any]] = []
-        self._order = itertools.count()
         # Ids of units: below 0 those that all agents share.
         self._ids = itertools.count()
-        self._shared = [-1 - at for at in range(self._units(load.workload.shared, least=0))]
-        self._open_agents = 0
-        self._draw = random.Random(f"others-{load.seed}")  # noqa: S311 - reproducible, not secret
+        self._events = Events()
+        self._arrivals = Arrivals(
+            load,
+            self._events,
+            shared=[-1 - at for at in range(self._units(load.workload.shared, least=0))],
+            first_s=lambda tokens: self._profile.compute_s(0, tokens),
+            arrive=self._arrive,
+            other=self._other,
+        )
         self._result = SimResult(arm=arm, served=[])
 
-    def _engine(self, tokens: int, *, retaining: bool) -> _Engine:
+    def _engine(self, tokens: int, *, retaining: bool) -> Engine:
         units = int(tokens * self._arm.pool_factor) // self._unit
         pool = EnginePool(units, retaining=retaining, settings=self._arm.settings)
-        return _Engine(pool=pool, units=units)
+        return Engine(pool=pool, units=units)
 
     def run(self) -> SimResult:
         """Simulate until every agent has ended."""
-        self._begin()
-        events = self._events
-        now_s = 0.0
-        while events and self._open_agents:
-            now_s, _, act, what = heapq.heappop(events)
-            act(now_s, what)
-        self._result.span_s = now_s
+        self._arrivals.begin()
+        self._result.span_s = self._events.run(lambda: self._arrivals.open_agents > 0)
         return self._result
 
-    def _at(self, at_s: float, act: Callable[..., None], what: Any) -> None:
-        heapq.heappush(self._events, (at_s, next(self._order), act, what))
-
-    # --- agents -----------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        agents = self._load.workload.agents
-        total = len(agents) if self._load.num_agents is None else self._load.num_agents
-        self._open_agents = total
-        left = iter(range(total))
-
-        def begin(now_s: float, number: int) -> None:
-            spec = agents[number % len(agents)]
-            self._start_agent(now_s, spec, f"{spec.name}#{number}", ended)
-
-        def ended(now_s: float) -> None:
-            self._open_agents -= 1
-            if self._load.sessions is not None and (number := next(left, None)) is not None:
-                begin(now_s, number)
-
-        places = total if self._load.sessions is None else min(self._load.sessions, total)
-        at_s = 0.0
-        for number in itertools.islice(left, places):
-            spec = agents[number % len(agents)]
-            if self._load.sessions is None:
-                at_s = spec.starts_s
-            self._at(at_s, begin, number)
-            # One behind the other: a start of all at once would be a queue of its own.
-            at_s += self._profile.compute_s(0, self._load.workload.shared + spec.calls[0].new)
-        if self._load.others_per_s:
-            self._at(self._draw.expovariate(self._load.others_per_s), self._other, None)
-
-    def _start_agent(
-        self, now_s: float, spec: AgentSpec, name: str, then: Callable[[float], None]
-    ) -> None:
-        chain = list(self._shared)
-        session = _Session(name, spec, chain, max(0, self._load.workload.shared), then)
-        self._next_call(now_s, session)
-
-    def _next_call(self, now_s: float, session: _Session) -> None:
-        """Begin the wait before a session's next call, or end the session."""
-        if session.number == len(session.spec.calls):
-            session.then(now_s)
-            return
-        call = session.spec.calls[session.number]
-        open_children = len(call.spawned)
-        if not open_children:
-            self._at(now_s + (call.wait_s if session.number else 0.0), self._arrive, session)
-            return
-
-        def child_ended(at_s: float) -> None:
-            nonlocal open_children
-            open_children -= 1
-            if not open_children:
-                self._at(at_s + call.wait_s, self._arrive, session)
-
-        for child in call.spawned:
-            self._start_agent(now_s, child, f"{session.name}/{child.name}", child_ended)
-
-    def _other(self, now_s: float, _: None) -> None:
+    def _other(self, now_s: float) -> None:
         self._result.num_others += 1
         tokens = self._load.others_tokens
         spec = CallSpec(new=tokens, answer=1)
         units = self._units(tokens + 1)
         chain = [next(self._ids) for _ in range(units)]
-        call = _Call(None, spec, 1, now_s, tokens, chain, self._units(tokens), 0, 0)
-        self._enter(now_s, call)
-        self._at(now_s + self._draw.expovariate(self._load.others_per_s), self._other, None)
-
-    # --- a call -----------------------------------------------------------------------------
+        self._enter(now_s, Call(None, spec, 1, now_s, tokens, chain, self._units(tokens), 0, 0))
 
     def _units(self, tokens: int, *, least: int = 1) -> int:
         return max(least, (2 * tokens + self._unit) // (2 * self._unit))
 
-    def _arrive(self, now_s: float, session: _Session) -> None:
+    def _arrive(self, now_s: float, session: Session) -> None:
         spec = session.spec.calls[session.number]
         first = not session.number
         kept = session.history if spec.keep is None else min(session.history, spec.keep)
@@ -237,7 +112,7 @@ class Simulation:
         prompt_units = self._units(prompt)
         self._enter(
             now_s,
-            _Call(
+            Call(
                 session,
                 spec,
                 session.number,
@@ -250,13 +125,13 @@ class Simulation:
             ),
         )
 
-    def _enter(self, now_s: float, call: _Call) -> None:
+    def _enter(self, now_s: float, call: Call) -> None:
         name = None if call.session is None else call.session.name
         pool = self._prefill.pool
         call.admission = pool.arrive(name, call.chain[: call.prompt_units], now_s)
-        self._at(now_s + self._profile.host_work_s(call.prompt), self._ready, call)
+        self._events.at(now_s + self._profile.host_work_s(call.prompt), self._ready, call)
 
-    def _ready(self, now_s: float, call: _Call) -> None:
+    def _ready(self, now_s: float, call: Call) -> None:
         call.since_s = now_s
         self._prefill.waiting.append(call)
         self._go_on(now_s)
@@ -274,15 +149,15 @@ class Simulation:
             else:
                 return
 
-    def _needed(self, engine: _Engine, call: _Call) -> int:
+    def _needed(self, engine: Engine, call: Call) -> int:
         if engine is self._prefill and self._decode is not None:
             return call.prompt_units
         return len(call.chain)
 
-    def _has_room(self, engine: _Engine, call: _Call) -> bool:
+    def _has_room(self, engine: Engine, call: Call) -> bool:
         return engine.pool.num_free >= self._needed(engine, call)
 
-    def _start(self, now_s: float, call: _Call) -> None:
+    def _start(self, now_s: float, call: Call) -> None:
         """Give a call its blocks, find what can be reused, and fetch what is elsewhere."""
         engine = self._prefill
         call.queued_s += now_s - call.since_s
@@ -301,20 +176,17 @@ class Simulation:
         if self._arm.returning:
             delay_s += self._return(call, prompt)
         if delay_s:
-            self._at(now_s + delay_s, self._fetched, call)
+            self._events.at(now_s + delay_s, self._fetched, call)
         else:
             self._compute(now_s, call)
 
-    def _misses(self, call: _Call) -> bool:
+    def _misses(self, call: Call) -> bool:
         rate = self._load.miss_rate
         if not rate or call.session is None or call.number == 1:
             return False
-        # The same waits as those that turncache bench empties prefill's cache in.
-        place = f"{call.session.spec.name}-{call.number}"
-        draw = random.Random(f"miss-{self._load.seed}-{place}")  # noqa: S311 - reproducible
-        return draw.random() < rate
+        return is_miss(rate, self._load.seed, call.session.spec.name, call.number)
 
-    def _reused(self, num_hits: int, known: int, call: _Call) -> int:
+    def _reused(self, num_hits: int, known: int, call: Call) -> int:
         """Return tokens of whole KV blocks that a call finds; its last token is computed."""
         block = self._block
         most = min(known, call.prompt - 1) // block * block
@@ -323,7 +195,7 @@ class Simulation:
             return most
         return min(num_hits * self._unit // block * block, most)
 
-    def _load_from_tier(self, call: _Call, prompt: Sequence[int], num_hits: int) -> float:
+    def _load_from_tier(self, call: Call, prompt: Sequence[int], num_hits: int) -> float:
         tier: Any = self._tier
         found = num_hits
         while found < len(prompt) and prompt[found] in tier:
@@ -333,7 +205,7 @@ class Simulation:
         call.local += call.loaded
         return self._profile.load_s(call.loaded) if call.loaded else 0.0
 
-    def _return(self, call: _Call, prompt: Sequence[int]) -> float:
+    def _return(self, call: Call, prompt: Sequence[int]) -> float:
         assert self._decode is not None
         there = self._reused(self._decode.pool.leading(prompt), call.decode_known, call)
         missing = there - call.local
@@ -342,19 +214,19 @@ class Simulation:
         call.returned = missing
         return self._profile.pull_s(missing)
 
-    def _fetched(self, now_s: float, call: _Call) -> None:
+    def _fetched(self, now_s: float, call: Call) -> None:
         call.since_s = now_s
         self._prefill.pulled.append(call)
         self._go_on(now_s)
 
-    def _compute(self, now_s: float, call: _Call) -> None:
+    def _compute(self, now_s: float, call: Call) -> None:
         start = call.local + call.returned
         call.compute_s = self._profile.compute_s(start, call.prompt - start)
         self._result.compute_s += call.compute_s
         self._prefill.busy = True
-        self._at(now_s + call.compute_s, self._prefilled, call)
+        self._events.at(now_s + call.compute_s, self._prefilled, call)
 
-    def _prefilled(self, now_s: float, call: _Call) -> None:
+    def _prefilled(self, now_s: float, call: Call) -> None:
         engine = self._prefill
         engine.busy = False
         engine.saw_shared = engine.saw_shared or call.session is not None
@@ -381,14 +253,14 @@ class Simulation:
             call.decode_grant = engine.pool.start(prompt, len(call.chain), len(prompt))
             there = self._reused(call.decode_grant.num_hits, call.decode_known, call)
             taken_s = self._profile.pull_s(call.prompt - there) + self._profile.decode_token_s
-            self._at(now_s + taken_s, self._first_token, call)
+            self._events.at(now_s + taken_s, self._first_token, call)
 
-    def _first_token(self, now_s: float, call: _Call) -> None:
+    def _first_token(self, now_s: float, call: Call) -> None:
         call.ttft_s = now_s - call.arrived_s
         rest_s = (call.spec.answer - 1) * self._profile.decode_token_s
-        self._at(now_s + rest_s, self._answered, call)
+        self._events.at(now_s + rest_s, self._answered, call)
 
-    def _answered(self, now_s: float, call: _Call) -> None:
+    def _answered(self, now_s: float, call: Call) -> None:
         if self._decode is None:
             self._end_on(self._prefill, now_s, call)
         else:
@@ -398,9 +270,9 @@ class Simulation:
         self._go_on(now_s)
         if call.session is not None:
             self._record(call)
-            self._next_call(now_s, call.session)
+            self._arrivals.next_call(now_s, call.session)
 
-    def _end_on(self, engine: _Engine, now_s: float, call: _Call) -> None:
+    def _end_on(self, engine: Engine, now_s: float, call: Call) -> None:
         """Free a call's blocks on one engine, and say what is known of the wait behind it."""
         alone = self._decode is None
         on_prefill = engine is self._prefill
@@ -426,7 +298,7 @@ class Simulation:
             tier: Any = self._tier
             tier.store(chain)
 
-    def _expectation(self, session: _Session, call: _Call) -> tuple[float | None, bool]:
+    def _expectation(self, session: Session, call: Call) -> tuple[float | None, bool]:
         """Return (the expected wait behind a call, whether nothing follows)."""
         calls = session.spec.calls
         if call.number == len(calls):
@@ -438,30 +310,9 @@ class Simulation:
         factor = self._load.wait_error
         return wrong_by(following.wait_s, factor, seed=self._load.seed, place=place), False
 
-    def _record(self, call: _Call) -> None:
-        assert call.session is not None
-        computed = call.prompt - call.local - call.returned
-        seen = max(call.known, call.decode_known)
-        seen = min(seen, call.prompt - 1) // self._block * self._block
+    def _record(self, call: Call) -> None:
         served = self._result.served
-        served.append(
-            Served(
-                session=call.session.name,
-                call=call.number,
-                arrived_s=call.arrived_s,
-                ttft_s=call.ttft_s,
-                queued_s=call.queued_s,
-                prompt=call.prompt,
-                answer=call.spec.answer,
-                local=call.local,
-                loaded=call.loaded,
-                returned=call.returned,
-                computed=computed,
-                seen=seen,
-                again=max(0, seen - call.local - call.returned),
-                compute_s=call.compute_s,
-            )
-        )
+        served.append(call.served(self._block))
         if self._say is not None and len(served) % _TELL_EVERY == 0:
             self._say(len(served))
 

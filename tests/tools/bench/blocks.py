@@ -49,12 +49,12 @@ def block(number: int, arm: str, round_: int, ttft_ms: float | None, **more: Any
 
 
 def blocks(arm: str = "both", *, off_ms: float = 400.0, on_ms: float = 100.0) -> list[BlockResult]:
-    """Return off against off and two rounds of off and an arm."""
+    """Return two rounds of off, an arm and off again."""
     return [
-        block(0, OFF, 0, off_ms),
-        block(1, OFF_AGAIN, 0, off_ms),
-        block(2, OFF, 1, off_ms),
-        block(3, arm, 1, on_ms),
+        block(0, OFF, 1, off_ms),
+        block(1, arm, 1, on_ms),
+        block(2, OFF_AGAIN, 1, off_ms),
+        block(3, OFF_AGAIN, 2, off_ms),
         block(4, arm, 2, on_ms),
         block(5, OFF, 2, off_ms),
     ]

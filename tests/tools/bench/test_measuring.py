@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from tests.tools.bench.blocks import block, blocks, checks, reported
 from tests.tools.bench.running import SMALL, bench
 from turncache.errors import UsageError
 from turncache_tools.bench import words
-from turncache_tools.bench.arms import StackFacts, choose_arms, schedule
+from turncache_tools.bench.arms import OFF, OFF_AGAIN, StackFacts, StockPair, choose_arms, schedule
 from turncache_tools.bench.counters import difference, prefix_caching, read_counters
 from turncache_tools.bench.page import page
-from turncache_tools.bench.results import BlockResult
-from turncache_tools.bench.statistics import bootstrap, quantile, ratio_of_medians, summary
+from turncache_tools.bench.results import BlockResult, of_arm, pairs
+from turncache_tools.bench.statistics import bootstrap, median_ratio, quantile, summary
 from turncache_tools.bench.stream import Lines
 
 _floats = st.lists(st.floats(0, 1e6), min_size=1, max_size=30)
@@ -52,35 +53,64 @@ def test_intervals_hold_their_estimate(clusters: dict[int, list[float]], seed: i
 
 def test_one_sample_has_no_interval() -> None:
     """One agent is one sample, whatever number of calls it made."""
-    found = bootstrap({"a": [(1, 4.0, 2.0)] * 50}, ratio_of_medians, seed=1)
+    found = bootstrap({"a": [(1, 4.0, 2.0)] * 50}, median_ratio, seed=1)
     assert found is not None
     assert (found.value, found.low, found.high, found.samples) == (2.0, None, None, 1)
 
 
 def test_order_of_arms_is_turned_every_round() -> None:
-    """Off against off comes first, then ABBA."""
-    names = [(each.arm, each.round) for each in schedule(["off", "both"], rounds=2)]
-    assert names == [
-        ("off", 0),
-        ("off again", 0),
-        ("off", 1),
-        ("both", 1),
-        ("both", 2),
-        ("off", 2),
+    """Off is at both ends of every round, and the second round is the first one reversed."""
+    names = [(each.arm, each.round) for each in schedule(["off", "idle", "both"], rounds=2)]
+    first = [("off", 1), ("idle", 1), ("both", 1), ("off again", 1)]
+    assert names == first + [(name, 2) for name, _ in reversed(first)]
+    assert schedule(["off", "both"], rounds=3)[:6] == schedule(["off", "both"], rounds=2)
+
+
+def test_drift_is_no_gain() -> None:
+    """A machine that slows down evenly shows neither a gain nor that off differs from off."""
+    found = [
+        replace(
+            part,
+            calls=tuple(replace(call, ttft_ms=400.0 * 1.04**part.number) for call in part.calls),
+        )
+        for part in blocks()
     ]
+    report = reported(found)
+    gain = report.arms[1].gain
+    assert "off_differs_from_off" not in checks(report)
+    assert report.again is not None
+    assert gain is not None
+    assert report.again.value == pytest.approx(1.0, abs=0.005)
+    assert gain.value == pytest.approx(1.0, abs=0.005)
+
+
+def test_every_call_is_held_against_both_blocks_of_off() -> None:
+    """One of two off blocks that was slowed down does not make the gain."""
+    found = blocks()
+    found[2] = block(2, OFF_AGAIN, 1, 4000.0)
+    gain = gain_of(found)
+    assert 3.5 < gain < 4.1
+
+
+def gain_of(found: list[BlockResult]) -> float:
+    """Return off over the arm, whatever else the report says of them."""
+    off, mine = of_arm(found, OFF), of_arm(found, "both")
+    values = [pair for each in pairs(off, mine, "ttft_ms").values() for pair in each]
+    return median_ratio(values) or 0.0
 
 
 def test_arms_that_a_stack_cannot_show_have_a_reason() -> None:
     """What is not measurable says why; what has a stack of its own is measured there."""
     facts = StackFacts(ours=True, pair=False, controls=1, admin=True, returns=True)
     wanted = ("idle", "retention", "both", "p2p", "bidirectional", "warm-ahead")
-    arms, missing = choose_arms(wanted, facts, url="u", urls={"bidirectional": "v"})
+    arms, missing = choose_arms(wanted, facts, url="u", urls={"bidirectional": ("p", "v")})
     assert [(arm.name, arm.url) for arm in arms] == [
         ("off", "u"),
         ("idle", "u"),
         ("retention", "u"),
         ("bidirectional", "v"),
     ]
+    assert arms[-1].pair == StockPair(prefill="p", decode="v", returning=True)
     why = {each.name: each.why for each in missing}
     assert set(why) == {"both", "p2p", "warm-ahead"}
     assert "one engine" in why["both"]
@@ -132,7 +162,7 @@ def test_gain_is_stated_with_its_interval() -> None:
     gain = report.arms[1].gain
     assert not checks(report)
     assert gain is not None
-    assert gain.value == pytest.approx(403.5 / 103.5)
+    assert gain.value == pytest.approx(3.9, abs=0.01)
     assert words.headline(report).startswith("With both the first token comes 3.90")
     (again, both) = report.figures()
     assert (again.ok, both.ok, both.ratio) == (True, True, gain.value)
@@ -176,7 +206,8 @@ def test_whole_run_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert {each["check"] for a in arms.values() for each in a["refused"]} <= {
             "off_differs_from_off"
         }
-        assert made["bench"]["compared"]["both"] == {"compared": 3, "different": 0}
+        same = {"compared": 3, "different": 0, "edited_differs": False}
+        assert made["bench"]["compared"]["both"] == same
         assert made["bench"]["missed"] == 1.0
         assert (stack.mode, stack.returns) == ("on", True)
         last = [each for each in stack.agents_calls if each.session][-1]
@@ -205,7 +236,7 @@ def test_a_switch_is_waited_for_until_the_router_knows_it(tmp_path: Path) -> Non
 
 def test_failed_call_ends_its_agent() -> None:
     """A call that fails is counted, its agent's other calls are not made, and no gain is stated."""
-    with FakeStack(ours=False, fails=frozenset({9})) as stack:
+    with FakeStack(ours=False, fails=frozenset({5})) as stack:
         code, _ = bench(stack, *SMALL)
     assert code == 1
 
@@ -217,6 +248,7 @@ def test_failed_call_ends_its_agent() -> None:
         (("--miss-rate", "1"), "--flood-tokens"),
         (("--miss-rate", "1", "--miss-by", "reset"), "--reset"),
         (("--arm", "x"), "NAME=URL"),
+        (("--arm", "off=http://a,http://b,http://c"), "NAME=PREFILL,DECODE"),
         (("--rounds", "0"), "--rounds 0"),
         (("--trace", "/nowhere"), "--trace /nowhere"),
         (("--url", "ftp://x"), "--url"),

@@ -171,6 +171,38 @@ def test_a_pair_without_returns_is_refused_early() -> None:
     assert stack.asked < 10
 
 
+def test_fitted_times_are_what_the_planner_adds_up() -> None:
+    """Where returns are dearer than hand-overs, what is fitted is still what is simulated."""
+    samples = []
+    for size in (256, 512, 1024, 1536):
+        later = size + 32 + 96
+        for kind, prompt, local, returned, handed, extra_s in (
+            (COLD, size, 0, 0, size, 0.0),
+            (CACHED, later, size, 0, 96, 0.0),
+            (RETURNED, later, 0, size, 96, 0.4),
+        ):
+            computed = prompt - local - returned
+            samples.append(
+                Sample(
+                    kind=kind,
+                    size=size,
+                    prompt=prompt,
+                    local=local,
+                    returned=returned,
+                    handed=handed,
+                    ttft_s=0.05 + 0.09 + 4e-3 * computed + extra_s,
+                )
+            )
+    facts = replace(FACTS, decode_token_s=0.09)
+    found = fit_profile(samples, facts)
+    for sample, point in zip(samples, found.points, strict=True):
+        start = sample.local + sample.returned
+        seconds = found.host_work_s(sample.prompt) + found.compute_s(start, sample.computed)
+        seconds += found.pull_s(sample.returned) if sample.returned else 0.0
+        seconds += found.pull_s(sample.handed) + found.decode_token_s
+        assert point.fitted_ms == pytest.approx(1e3 * seconds, rel=1e-4)
+
+
 @given(
     st.lists(st.floats(0.001, 10), min_size=3, max_size=3),
     st.lists(
