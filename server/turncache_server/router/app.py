@@ -44,6 +44,7 @@ from turncache_server.router.pool import Pool
 from turncache_server.router.records import CallRecords
 from turncache_server.router.services import Services, Switches
 from turncache_server.router.sessions import SessionTable
+from turncache_server.router.shared import shared_waits, waits_shared
 from turncache_server.router.tls import ServerCertificate
 from turncache_server.router.upstream import Upstream
 
@@ -99,12 +100,15 @@ async def serving(
         new_id: makes the ids of calls.
 
     Raises:
-        ConfigError: the address cannot be bound, or ``engine_key_env`` names no variable,
-            or the fleet's secret cannot be used.
+        ConfigError: the address cannot be bound, a setting names a variable that there is not,
+            the fleet's secret or Redis' URL cannot be used, or a package is missing.
     """
     sessions = SessionTable(config.max_sessions)
     metrics = Metrics(lambda: len(sessions))
-    events = Events((log_event, metrics, *listeners))
+    forecast = Forecast(config.max_sessions)
+    shared = shared_waits(config, forecast.learn)
+    own = (log_event, metrics) if shared is None else (log_event, metrics, shared)
+    events = Events((*own, *listeners))
     engine_key = _engine_key(config)
     keys = fleet_keys(config)
     upstream = Upstream(config)
@@ -117,7 +121,7 @@ async def serving(
         control=control,
         sessions=sessions,
         conversations=Conversations(config.max_sessions),
-        forecast=Forecast(config.max_sessions),
+        forecast=forecast,
         records=CallRecords(config.max_calls),
         events=events,
         background=Background(),
@@ -147,7 +151,10 @@ async def serving(
         router = Router(_url(runner, config), services)
         logger.info("router listens on %s", router.url)
         try:
-            async with engines_followed(config, services.pool, events):
+            async with (
+                engines_followed(config, services.pool, events),
+                waits_shared(shared, events, config.redis_interval_s),
+            ):
                 yield router
         finally:
             services.switches.draining = True

@@ -77,7 +77,10 @@ class PlannedCall:
         """Serve the call and return the answer, which has been sent."""
         services = self._services
         services.records.begin(self._record)
-        services.events.emit(CallStarted(request=self._call.request, api=self._call.api.name))
+        call = self._call
+        services.events.emit(
+            CallStarted(request=call.request, api=call.api.name, tenant=call.caller.label)
+        )
         code = 500
         problem: str | None = "internal"
         try:
@@ -227,7 +230,11 @@ class PlannedCall:
         """Tell the engines that hold the session when it will be back, if anybody knows."""
         tags, services = self._call.tags, self._services
         expect_s = services.forecast.begins(
-            tags.session_id, tool_names, tags.tools, now_s=services.clock()
+            tags.session_id,
+            tool_names,
+            tags.tools,
+            tenant=self._call.caller.label,
+            now_s=services.clock(),
         )
         if expect_s is None:
             return

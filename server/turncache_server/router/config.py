@@ -102,6 +102,11 @@ class RouterConfig:
     health_timeout_s: float = _number(2.0, 0.01, 60)
     breaker_failures: int = _number(3, 1, 1000)
     breaker_open_s: float = _number(5.0, 0, 300)
+    redis_url: str = ""
+    redis_password_env: str = ""
+    redis_prefix: str = "turncache"
+    redis_interval_s: float = _number(1.0, 0.01, 300)
+    redis_timeout_s: float = _number(0.25, 0.01, 10)
 
     @property
     def private(self) -> bool:
@@ -151,6 +156,8 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
     }
     if bool(values.get("tls_cert_file")) is not bool(values.get("tls_key_file")):
         raise ConfigError("tls_key_file", "certificate and key belong together; set both")
+    if url := values.get("redis_url"):
+        _check_redis(url)
     keyed = bool(values.get("fleet_secret_file"))
     if file := values.get("engines_file"):
         if "engines" in data:
@@ -285,6 +292,23 @@ def _engine(index: int, item: object, *, keyed: bool) -> EngineConfig:
         if control is None
         else check_address(control, setting=prefix + "control", keyed=keyed),
     )
+
+
+def _check_redis(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        # Of a socket the path is the place; and settings are shown, so they hold no password.
+        legal = parts.password is None and (
+            bool(parts.path) if parts.scheme == "unix" else bool(parts.hostname) and parts.port != 0
+        )
+    except ValueError:
+        legal = False
+    if not legal or parts.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(
+            "redis_url",
+            f"{url.rpartition('@')[2]!r}: expected redis://host:6379/0, rediss:// or unix:///path, "
+            "without a password: redis_password_env names the variable that holds it",
+        )
 
 
 def _url(setting: str, text: str) -> str:

@@ -25,10 +25,15 @@ class CallRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStarted:
-    """A call has a plan."""
+    """A call has a plan.
+
+    Attributes:
+        tenant: what engines know its tenant by, None without keys.
+    """
 
     request: str
     api: str
+    tenant: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +93,15 @@ class WaitEnded:
     """A call brought the results of the tools that its session waited for.
 
     Attributes:
+        tenant: what engines know its tenant by, None without keys.
+        tool_names: the tools that it was for.
         seconds: length of the wait.
         expect_s: what was expected of it, None when nobody knew.
     """
 
     request: str
+    tenant: str | None
+    tool_names: tuple[str, ...]
     seconds: float
     expect_s: float | None
 
@@ -196,6 +205,26 @@ class EnginesRefused:
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitsExchanged:
+    """The router has shared its tool waits with the other replicas, or has tried to.
+
+    Attributes:
+        num_sent: waits of its own that the others can read from now on.
+        num_taken: waits of others that it has learnt from.
+        num_dropped: waits that nobody will read: too many came while there was nobody to take
+            them, or they were unreadable.
+        problem: why nothing was exchanged, None when it was.
+        changed: the exchange before this one ended otherwise, or there was none.
+    """
+
+    num_sent: int
+    num_taken: int
+    num_dropped: int
+    problem: str | None
+    changed: bool
+
+
 Event = (
     CallRefused
     | CallStarted
@@ -212,6 +241,7 @@ Event = (
     | EnginesRead
     | EnginesRefused
     | EngineRestarted
+    | WaitsExchanged
 )
 Listener = Callable[[Event], None]
 

@@ -3,9 +3,11 @@
 Owner of the waits in progress and of the durations that this router has measured, by tool.
 Whoever sees the tool call picks the row: first from the client's own table, which came with
 the call, then from the router's measurements, and only then from either's row for any tool.
-Several tools end together in the results of the slowest.
+Several tools end together in the results of the slowest. A tenant is expected to behave as it
+has behaved: what its tools took says nothing to, or about, another.
 
-Waits are bounded, least recently begun first; one that is lost costs an expectation.
+Waits are bounded, least recently begun first; one that is lost costs an expectation. So are the
+tenants whose durations are kept.
 """
 
 from __future__ import annotations
@@ -14,13 +16,18 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from turncache.durations import Durations
 from turncache.protocol import ANY_TOOL, tool_key
 
+#: Tenants whose measured durations are kept.
+MAX_TENANTS: Final = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wait:
+    tenant: str | None
     tool_names: tuple[str, ...]
     since_s: float
     expect_s: float | None
@@ -33,10 +40,12 @@ class EndedWait:
     Attributes:
         seconds: how long it was.
         expect_s: how long it was expected to be, None when nobody knew.
+        tool_names: the tools that it was for.
     """
 
     seconds: float
     expect_s: float | None
+    tool_names: tuple[str, ...]
 
 
 class Forecast:
@@ -49,7 +58,7 @@ class Forecast:
     def __init__(self, max_sessions: int) -> None:
         self._max_sessions = max_sessions
         self._waits: OrderedDict[str, _Wait] = OrderedDict()
-        self._measured = Durations()
+        self._measured: OrderedDict[str | None, Durations] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -60,6 +69,7 @@ class Forecast:
         tool_names: Sequence[str],
         rows: Mapping[str, float],
         *,
+        tenant: str | None,
         now_s: float,
     ) -> float | None:
         """Note that a call has ended in tool calls; return for how long they will run.
@@ -68,14 +78,17 @@ class Forecast:
             session: namespaced id.
             tool_names: tools that the model asked for, at least one.
             rows: the client's durations in seconds by tool key, as ``Turncache-Tools`` has them.
+            tenant: whose session it is.
             now_s: the time.
 
         Returns:
             Seconds until the next call, None when nobody knows.
         """
-        expect_s = self._expected_s(tool_names, rows)
+        expect_s = self._expected_s(self._of(tenant), tool_names, rows)
         self._waits.pop(session, None)
-        self._waits[session] = _Wait(tool_names=tuple(tool_names), since_s=now_s, expect_s=expect_s)
+        self._waits[session] = _Wait(
+            tenant=tenant, tool_names=tuple(tool_names), since_s=now_s, expect_s=expect_s
+        )
         if len(self._waits) > self._max_sessions:
             self._waits.popitem(last=False)
         return expect_s
@@ -92,26 +105,41 @@ class Forecast:
         if wait is None:
             return None
         seconds = max(0.0, now_s - wait.since_s)
-        self._measured.observe(wait.tool_names, seconds)
-        return EndedWait(seconds=seconds, expect_s=wait.expect_s)
+        self.learn(wait.tenant, wait.tool_names, seconds)
+        return EndedWait(seconds=seconds, expect_s=wait.expect_s, tool_names=wait.tool_names)
+
+    def learn(self, tenant: str | None, tool_names: Sequence[str], seconds: float) -> None:
+        """Take the length of a tool wait, whoever has measured it."""
+        self._of(tenant).observe(tool_names, seconds)
 
     def forget(self, session: str) -> None:
         """Drop the wait of a session that has ended."""
         self._waits.pop(session, None)
 
-    def _expected_s(self, tool_names: Sequence[str], rows: Mapping[str, float]) -> float | None:
-        measured = self._measured.rows(tool_names)
-        found = [self._row(tool_key(name), rows, measured) for name in tool_names]
-        return max((seconds for seconds in found if seconds is not None), default=None)
+    def _of(self, tenant: str | None) -> Durations:
+        """Return a tenant's durations, which makes it the one that was asked for last."""
+        found = self._measured.pop(tenant, None) or Durations()
+        self._measured[tenant] = found
+        if len(self._measured) > MAX_TENANTS:
+            self._measured.popitem(last=False)
+        return found
 
     @staticmethod
-    def _row(key: str, rows: Mapping[str, float], measured: Mapping[str, float]) -> float | None:
-        for table, row in (
-            (rows, key),
-            (measured, key),
-            (rows, ANY_TOOL),
-            (measured, ANY_TOOL),
-        ):
-            if row in table:
-                return table[row]
-        return None
+    def _expected_s(
+        durations: Durations, tool_names: Sequence[str], rows: Mapping[str, float]
+    ) -> float | None:
+        measured = durations.rows(tool_names)
+        found = [_row(tool_key(name), rows, measured) for name in tool_names]
+        return max((seconds for seconds in found if seconds is not None), default=None)
+
+
+def _row(key: str, rows: Mapping[str, float], measured: Mapping[str, float]) -> float | None:
+    for table, row in (
+        (rows, key),
+        (measured, key),
+        (rows, ANY_TOOL),
+        (measured, ANY_TOOL),
+    ):
+        if row in table:
+            return table[row]
+    return None

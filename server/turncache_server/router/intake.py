@@ -99,7 +99,7 @@ class Intake:
             return_enabled=snapshot.return_enabled,
         )
         if asked.brings_results:
-            self._end_wait(request_id, tags.session_id, started_s)
+            self._end_wait(call)
         hints = PlanHints(
             root=root,
             served_by=None if entry is None else entry.served_by,
@@ -159,11 +159,17 @@ class Intake:
         entry = sessions.get(tags.session_id)
         return sessions.root_of(tags.session_id, tags.parent_id), entry
 
-    def _end_wait(self, request_id: str, session: str, now_s: float) -> None:
-        ended = self._services.forecast.ends(session, now_s=now_s)
+    def _end_wait(self, call: CallInput) -> None:
+        ended = self._services.forecast.ends(call.tags.session_id, now_s=call.started_s)
         if ended is not None:
             self._services.events.emit(
-                WaitEnded(request=request_id, seconds=ended.seconds, expect_s=ended.expect_s)
+                WaitEnded(
+                    request=call.request,
+                    tenant=call.caller.label,
+                    tool_names=ended.tool_names,
+                    seconds=ended.seconds,
+                    expect_s=ended.expect_s,
+                )
             )
 
     async def _snapshot_with(self, model: str | None) -> Snapshot:

@@ -16,6 +16,7 @@ from turncache_server.router.events import (
     LegFailure,
     OutcomeKnown,
     OutcomeMissing,
+    WaitsExchanged,
 )
 
 logger = logging.getLogger("turncache.router")
@@ -83,7 +84,16 @@ def log_event(event: Event) -> None:
                 "live" if event.live else "down",
                 event.why,
             )
+        case WaitsExchanged(changed=True):
+            _log_sharing(event.problem)
         case EngineRestarted():
             logger.warning(
                 "engine %s (%s) was restarted: what it had is gone", event.engine, event.side
             )
+
+
+def _log_sharing(problem: str | None) -> None:
+    if problem is None:
+        logger.info("tool waits are shared with the other routers")
+    else:
+        logger.warning("tool waits are not shared: %s; this router goes by its own", problem)

@@ -26,6 +26,7 @@ from turncache_server.router.events import (
     OutcomeMissing,
     SignalSent,
     WaitEnded,
+    WaitsExchanged,
 )
 
 #: Content type of :meth:`Metrics.render`.
@@ -147,6 +148,18 @@ class Metrics:
             ("engine", "side"),
             registry=registry,
         )
+        self._exchanges = Counter(
+            "turncache_router_shared_exchanges_total",
+            "Exchanges of tool waits with the other routers, over Redis.",
+            ("result",),
+            registry=registry,
+        )
+        self._shared = Counter(
+            "turncache_router_shared_waits_total",
+            "Tool waits that were sent to the other routers, taken from them, or dropped.",
+            ("what",),
+            registry=registry,
+        )
         sessions = Gauge(
             "turncache_router_sessions", "Sessions in the router's table.", registry=registry
         )
@@ -172,6 +185,8 @@ class Metrics:
             case LegFailure():
                 retried = "yes" if event.retried else "no"
                 self._leg_failures.labels(event.side, event.kind, retried).inc()
+            case WaitsExchanged():
+                self._exchanged(event)
             case _:
                 self._fleet(event)
 
@@ -211,6 +226,12 @@ class Metrics:
         self._waits.observe(event.seconds)
         if event.expect_s:
             self._ratio.observe(event.seconds / event.expect_s)
+
+    def _exchanged(self, event: WaitsExchanged) -> None:
+        self._exchanges.labels("ok" if event.problem is None else "failed").inc()
+        self._shared.labels("sent").inc(event.num_sent)
+        self._shared.labels("taken").inc(event.num_taken)
+        self._shared.labels("dropped").inc(event.num_dropped)
 
     def _outcome(self, event: OutcomeKnown) -> None:
         outcome = event.outcome

@@ -23,7 +23,7 @@ def forecast(**measured_s: float) -> Forecast:
     """Return a forecast that has measured these tools once."""
     made = Forecast(100)
     for name, seconds in measured_s.items():
-        made.begins("teacher", [name], {}, now_s=0.0)
+        made.begins("teacher", [name], {}, tenant=None, now_s=0.0)
         made.ends("teacher", now_s=seconds)
     return made
 
@@ -46,25 +46,27 @@ def test_whose_row_counts(
     measured_s: dict[str, float], rows: dict[str, float], names: list[str], expect_s: float | None
 ) -> None:
     """The client's row for the tool, then the router's, then a row for any tool."""
-    assert forecast(**measured_s).begins("s", names, rows, now_s=10.0) == expect_s
+    assert forecast(**measured_s).begins("s", names, rows, tenant=None, now_s=10.0) == expect_s
 
 
 def test_a_wait_is_measured_once() -> None:
     """The call that brings the results ends it; a retry of that call does not."""
     made = Forecast(100)
-    made.begins("s", ["search"], {"search": 4.0}, now_s=10.0)
-    assert made.ends("s", now_s=18.0) == EndedWait(seconds=8.0, expect_s=4.0)
+    made.begins("s", ["search"], {"search": 4.0}, tenant=None, now_s=10.0)
+    assert made.ends("s", now_s=18.0) == EndedWait(
+        seconds=8.0, expect_s=4.0, tool_names=("search",)
+    )
     assert made.ends("s", now_s=19.0) is None
-    assert made.begins("s", ["search"], {}, now_s=20.0) == 8.0
+    assert made.begins("s", ["search"], {}, tenant=None, now_s=20.0) == 8.0
 
 
 def test_a_forgotten_wait_teaches_nothing() -> None:
     """The session has ended: nobody comes back from its tools."""
     made = Forecast(100)
-    made.begins("s", ["search"], {}, now_s=0.0)
+    made.begins("s", ["search"], {}, tenant=None, now_s=0.0)
     made.forget("s")
     assert made.ends("s", now_s=5.0) is None
-    assert made.begins("s", ["search"], {}, now_s=6.0) is None
+    assert made.begins("s", ["search"], {}, tenant=None, now_s=6.0) is None
 
 
 @given(
@@ -78,7 +80,7 @@ def test_memory_is_bounded_and_no_wait_is_negative(steps: list[tuple[bool, int, 
     made = Forecast(4)
     for begins, session, now_s in steps:
         if begins:
-            expect_s = made.begins(f"s{session}", ["search"], {}, now_s=now_s)
+            expect_s = made.begins(f"s{session}", ["search"], {}, tenant=None, now_s=now_s)
             assert expect_s is None or expect_s >= 0
         else:
             ended = made.ends(f"s{session}", now_s=now_s)
