@@ -274,7 +274,8 @@ class Agent:
             salt = uuid.uuid4().hex
             try:
                 return self._drive.recomputed(messages, salt=salt, max_tokens=max_tokens), salt
-            except (openai.APIError, KeyError):  # failed, or nobody could say its outcome
+            except (openai.APIError, KeyError, AssertionError):
+                # It failed, nobody could say its outcome, or a second try of it found the first's.
                 if not self._weather.rough:
                     raise
                 time.sleep(1)
@@ -420,10 +421,17 @@ def soak(seconds: float, seed: int) -> Seen:
             seen.wrong.append(traceback.format_exc())
         drive.close()
         family = psutil.Process().children(recursive=True)
-    left = [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-    if left:
+    # Python's resource tracker ends when it hears that its parent has.
+    _, alive = psutil.wait_procs(family, timeout=10)
+    if left := [_words_of(each) for each in alive]:
         seen.wrong.append(f"processes that have not ended: {left}")
     return seen
+
+
+def _words_of(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return f"{process.pid} {process.status()}: {' '.join(process.cmdline())[:200]}"
+    return f"{process.pid}: ended late"
 
 
 def _live(drive: Driver, seen: Seen, seconds: float, seed: int) -> None:
