@@ -183,7 +183,12 @@ def figures_of(found: Sequence[Point], profile: CostProfile) -> list[Figure]:
         )
         out.append(Figure(figure=f"ttft_error_worst_{name}", unit="share", value=worst))
     fit = quantile([abs(point.error) for point in profile.points], 0.5)
-    return [*out, Figure(figure="fit_error_median", unit="share", value=fit)]
+    otherwise = sum(each.reused != each.simulated_reused for each in found) / len(found)
+    return [
+        *out,
+        Figure(figure="calls_reused_otherwise", unit="share", value=otherwise),
+        Figure(figure="fit_error_median", unit="share", value=fit),
+    ]
 
 
 def show(found: Sequence[Point], figures: Sequence[Figure]) -> None:
