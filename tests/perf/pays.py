@@ -21,6 +21,9 @@ OUT: Final = Path(__file__).resolve().parents[2] / "build" / "perf"
 MODEL: Final = "tiny"
 SYSTEM, TOOLS, NEW, ANSWER = 400, 600, 150, 64
 SHARED: Final = SYSTEM + TOOLS
+#: An engine whose cache was emptied by a reset introduces itself to its peers again, which one
+#: that has evicted does not: no call is to wait for that.
+WAIT_S: Final = 1.0
 #: Tokens that the chat template adds to each answer with what follows it.
 _TEMPLATE: Final = 11
 #: Of the file of a setting.
@@ -82,7 +85,7 @@ class Sweep:
         """Return the options of ``turncache bench`` but for the stack's places."""
         miss = ("--miss-rate", self.miss_rate, "--miss-by", "reset", "--reset", prefill_url)
         work = ("--system", SYSTEM, "--tools", TOOLS, "--first", self.first, "--new", NEW)
-        size = ("--agents", 1, "--calls", self.calls, "--answer", ANSWER, "--wait", 0)
+        size = ("--agents", 1, "--calls", self.calls, "--answer", ANSWER, "--wait", WAIT_S)
         what = (*work, *size, *(miss if self.miss_rate else ()))
         more = ("--rounds", rounds or self.rounds, "--resume", self.kept)
         files = ("--json", self.file, "--html", self.file.with_suffix(".html"))
