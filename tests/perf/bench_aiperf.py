@@ -40,10 +40,10 @@ OUT: Final = ROOT / "build" / "perf"
 MODEL: Final = "tiny"
 ARMS: Final = (OFF, "both")
 HEADER: Final = "X-Session-ID"
-_CONVERSATIONS, _TURNS, _CONCURRENCY = 4, 8, 4
-_INPUT, _OUTPUT, _DELAY_MS = 220, 48, 1500
-_CONTEXT: Final = 3072
-#: Of the longest conversation that prefill's pool holds, against four that take turns.
+_CONVERSATIONS, _TURNS, _CONCURRENCY = 3, 6, 3
+_INPUT, _OUTPUT, _DELAY_MS = 220, 48, 1000
+_CONTEXT: Final = 2560
+#: Of the longest conversation that prefill's pool holds, against three that take turns.
 _ROOM: Final = 1
 #: Prompt tokens on prefill: found in its pool, returned by decode, computed.
 _NAMES: Final = ("local", "returned", "computed")

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tests.perf.pays import WAIT_S
 from tests.perf.real_pair import pair_spec, running
 from turncache_server.cost_profile import CostProfile, load_profile
 from turncache_tools.bench.arms import OFF
@@ -152,7 +153,7 @@ def measure(rounds: int, repeats: int, profile: Path, blocks: Path) -> None:
                 sys.exit(code)
         miss = ("--miss-rate", MISS_RATE, "--miss-by", "reset", *reset)
         work = ("--system", _SYSTEM, "--tools", _TOOLS, "--first", _FIRST, "--new", _NEW)
-        size = ("--agents", 1, "--calls", _CALLS, "--answer", _ANSWER, "--wait", 0)
+        size = ("--agents", 1, "--calls", _CALLS, "--answer", _ANSWER, "--wait", WAIT_S)
         what = ("--arms", ",".join(ARMS[1:]), "--rounds", rounds, "--seed", _SEED)
         options = tuple(map(str, (*miss, *work, *size, *what, "--resume", blocks)))
         # Whether a gain may be stated is not asked here: blocks are what is wanted.
@@ -183,7 +184,12 @@ def figures_of(found: Sequence[Point], profile: CostProfile) -> list[Figure]:
         )
         out.append(Figure(figure=f"ttft_error_worst_{name}", unit="share", value=worst))
     fit = quantile([abs(point.error) for point in profile.points], 0.5)
-    return [*out, Figure(figure="fit_error_median", unit="share", value=fit)]
+    otherwise = sum(each.reused != each.simulated_reused for each in found) / len(found)
+    return [
+        *out,
+        Figure(figure="calls_reused_otherwise", unit="share", value=otherwise),
+        Figure(figure="fit_error_median", unit="share", value=fit),
+    ]
 
 
 def show(found: Sequence[Point], figures: Sequence[Figure]) -> None:

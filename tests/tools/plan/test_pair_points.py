@@ -93,7 +93,7 @@ def test_aiperfs_records_are_counted() -> None:
         about = {"x_correlation_id": session, "turn_index": turn}
         return json.dumps({"metadata": about, "metrics": metrics})
 
-    lines = [record("a", 0, 9.0), record("a", 1, 1.0), record("b", 7, 2.0), record("b", 3, None)]
+    lines = [record("a", 0, 9.0), record("a", 1, 1.0), record("b", 5, 2.0), record("b", 3, None)]
     counted = {"calls": 3.0, "computed_tokens": 5.0, "reason ok": 2.0, "reason evicted": 0.0}
     found = found_in("\n".join(lines), arm="off", command=["/x/aiperf", "-m"], counted=counted)
     assert (found.later_ms, found.last_ms) == ([1.0, 2.0], [2.0])
