@@ -46,6 +46,7 @@ from turncache_server.router.services import Services, Switches
 from turncache_server.router.sessions import SessionTable
 from turncache_server.router.shared import shared_waits, waits_shared
 from turncache_server.router.tls import ServerCertificate
+from turncache_server.router.traces import Traces, otlp_traces
 from turncache_server.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ async def serving(
     listeners: Sequence[Listener] = (),
     clock: Callable[[], float] = time.monotonic,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    traces: Traces | None = None,
 ) -> AsyncIterator[Router]:
     """Serve on the configured address for the length of the block, then drain.
 
@@ -98,6 +100,7 @@ async def serving(
         listeners: told every event, beside log and metrics.
         clock: monotonic seconds.
         new_id: makes the ids of calls.
+        traces: makes the spans, instead of what the settings say.
 
     Raises:
         ConfigError: the address cannot be bound, a setting names a variable that there is not,
@@ -107,7 +110,8 @@ async def serving(
     metrics = Metrics(lambda: len(sessions))
     forecast = Forecast(config.max_sessions)
     shared = shared_waits(config, forecast.learn)
-    own = (log_event, metrics) if shared is None else (log_event, metrics, shared)
+    traces = traces or otlp_traces(config)
+    own = [each for each in (log_event, metrics, shared, traces) if each is not None]
     events = Events((*own, *listeners))
     engine_key = _engine_key(config)
     keys = fleet_keys(config)
@@ -130,6 +134,7 @@ async def serving(
         engine_key=engine_key,
         keys=KeyFile(Path(config.keys_file), clock) if config.keys_file else None,
         in_flight=InFlight(config.max_tenant_calls, config.retry_after_s),
+        traces=traces,
     )
     edge = _Edge(services)
     runner = BoundedRunner(
@@ -166,6 +171,8 @@ async def serving(
         await services.pool.close()
         await control.close()
         await upstream.close()
+        if traces is not None:
+            await traces.close()
 
 
 def run(config: RouterConfig, *, ready: Callable[[str], None] | None = None) -> None:

@@ -102,6 +102,8 @@ class RouterConfig:
     health_timeout_s: float = _number(2.0, 0.01, 60)
     breaker_failures: int = _number(3, 1, 1000)
     breaker_open_s: float = _number(5.0, 0, 300)
+    traces: bool = False
+    pass_trace_context: bool = False
     redis_url: str = ""
     redis_password_env: str = ""
     redis_prefix: str = "turncache"
@@ -298,12 +300,13 @@ def _check_redis(url: str) -> None:
     try:
         parts = urlsplit(url)
         # Of a socket the path is the place; and settings are shown, so they hold no password.
-        legal = parts.password is None and (
-            bool(parts.path) if parts.scheme == "unix" else bool(parts.hostname) and parts.port != 0
+        place = parts.path if parts.scheme == "unix" else parts.hostname and parts.port != 0
+        legal = (
+            parts.scheme in ("redis", "rediss", "unix") and bool(place) and parts.password is None
         )
     except ValueError:
         legal = False
-    if not legal or parts.scheme not in ("redis", "rediss", "unix"):
+    if not legal:
         raise ConfigError(
             "redis_url",
             f"{url.rpartition('@')[2]!r}: expected redis://host:6379/0, rediss:// or unix:///path, "
