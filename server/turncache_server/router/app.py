@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvloop
 from aiohttp import web
@@ -24,6 +24,7 @@ from turncache_server.router.apis import APIS
 from turncache_server.router.background import Background
 from turncache_server.router.config import RouterConfig, fleet_keys
 from turncache_server.router.engines_file import engines_followed
+from turncache_server.router.engines_kubernetes import kubernetes_followed
 from turncache_server.router.errors import SERVER_ERROR, ApiError
 from turncache_server.router.events import CallRefused, Events, Listener
 from turncache_server.router.following import Conversations
@@ -92,6 +93,7 @@ async def serving(
     clock: Callable[[], float] = time.monotonic,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     traces: Traces | None = None,
+    kubernetes: Any | None = None,
 ) -> AsyncIterator[Router]:
     """Serve on the configured address for the length of the block, then drain.
 
@@ -101,6 +103,7 @@ async def serving(
         clock: monotonic seconds.
         new_id: makes the ids of calls.
         traces: makes the spans, instead of what the settings say.
+        kubernetes: client of the API that ``kubernetes_selector`` asks, instead of the pod's.
 
     Raises:
         ConfigError: the address cannot be bound, a setting names a variable that there is not,
@@ -158,6 +161,7 @@ async def serving(
         try:
             async with (
                 engines_followed(config, services.pool, events),
+                kubernetes_followed(config, services.pool, events, kubernetes),
                 waits_shared(shared, events, config.redis_interval_s),
             ):
                 yield router

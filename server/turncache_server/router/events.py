@@ -211,7 +211,7 @@ class EngineRestarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesRead:
-    """The file of the engines was read.
+    """The list of the engines was read, from its file or from Kubernetes.
 
     Attributes:
         joined: names of engines that are new, or have other settings.
@@ -224,7 +224,7 @@ class EnginesRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesRefused:
-    """The file of the engines cannot be used; those before it stay."""
+    """The list of the engines cannot be read or used; the engines before it stay."""
 
     why: str
 

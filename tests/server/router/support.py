@@ -133,13 +133,16 @@ async def streamed(client: AsyncOpenAI, **arguments: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def bench(*fakes: FakeEngine, **settings: Any) -> AsyncIterator[Bench]:
-    """Run a router in front of engines that run already; ``traces`` may be ready made."""
+    """Run a router in front of engines that run already; ``traces`` may be ready
+    made, ``kubernetes`` is a client.
+    """
     events: list[Event] = []
     made = settings.pop("traces", None)
     traces = made if isinstance(made, Traces) else None
+    kubernetes = settings.pop("kubernetes", None)
     config = config_for(fakes, **settings, traces=made is True)
     async with (
-        serving(config, listeners=[events.append], traces=traces) as router,
+        serving(config, listeners=[events.append], traces=traces, kubernetes=kubernetes) as router,
         # Making a TLS context costs more than most of these tests.
         httpx2.AsyncClient(base_url=router.url, timeout=20, verify=False) as http,
     ):
