@@ -59,7 +59,7 @@ ENVIRONMENTS: Final = {
         folder=".venv",
         locks=("dev.lock", "langgraph.lock"),
         modules=("turncache", "pytest", "mypy", "typer", "turncache.langgraph"),
-        size_gib=0.5,
+        size_gib=0.8,
     ),
     "engine": Environment(
         folder="build/engine-venv",

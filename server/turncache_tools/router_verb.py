@@ -79,8 +79,11 @@ def router(
             if callers is not None:
                 tenants = {caller.tenant for caller in callers.values()}
                 who = f"{len(callers)} keys of {len(tenants)} tenants"
+            fleet = f"{len(engines)} engines"
+            if settings.kubernetes_selector:
+                fleet = f"engines that Kubernetes names ({settings.kubernetes_selector})"
             write(
-                f"{config}: {len(engines)} engines, {scheme}://{settings.host}:{settings.port}"
+                f"{config}: {fleet}, {scheme}://{settings.host}:{settings.port}"
                 f"{secret}, {who}"
             )
             write("limits: " + ", ".join(f"{name} {getattr(settings, name):,}" for name in _LIMITS))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import kubernetes_validate
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -15,6 +18,7 @@ from typer.testing import CliRunner
 from tests.server.test_docs import SERVER
 from turncache_server.connector.config import parse_settings
 from turncache_server.router.config import RouterConfig, load_config
+from turncache_server.router.engines_kubernetes import Slices
 from turncache_server.router.plan import Side
 from turncache_tools.cli import app
 
@@ -129,7 +133,9 @@ def test_selectors_take_their_own_pods_and_no_others(workload: dict[str, Any]) -
         *(
             {"matchLabels": service["spec"]["selector"]}
             for service in named("Service").values()
-            if service["metadata"]["labels"] == workload["metadata"]["labels"]
+            if selects(
+                {"matchLabels": workload["metadata"]["labels"]}, service["metadata"]["labels"]
+            )
         ),
     ]
     assert len(selectors) == 3
@@ -143,7 +149,7 @@ def test_services_and_probes_ask_for_ports_that_there_are(workload: dict[str, An
     (service,) = (
         each
         for each in named("Service").values()
-        if each["metadata"]["labels"] == workload["metadata"]["labels"]
+        if selects({"matchLabels": workload["metadata"]["labels"]}, each["metadata"]["labels"])
     )
     assert {p["targetPort"]: p["port"] for p in service["spec"]["ports"]} == ports(workload)
     probes = [v for name, v in container(workload).items() if name.endswith("Probe")]
@@ -190,6 +196,25 @@ def test_pods_have_no_rights_that_they_do_not_need(workload: dict[str, Any]) -> 
     for each in (*spec["initContainers"], *spec["containers"]):
         assert each["securityContext"]["allowPrivilegeEscalation"] is False
         assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.fixture(scope="module")
+def schemas() -> Iterator[None]:
+    """Read the published schemas once: there are 2 MB of them, for every object."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = functools.cache(kubernetes_validate.utils.schema_contents)
+        patch.setattr(kubernetes_validate.utils, "schema_contents", read)
+        yield
+
+
+#: The oldest that may still be in use, and the newest that there are schemas of.
+@pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])
+def test_manifests_are_what_kubernetes_publishes(schemas: None, version: str) -> None:
+    """By the schemas of its API, which know every field: a misspelt one is refused."""
+    for each in OBJECTS:
+        kubernetes_validate.validate(each, version, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**OBJECTS[0], "sepc": {}}, version, strict=True)
 
 
 # --- our settings ---------------------------------------------------------------------------
@@ -247,6 +272,52 @@ def test_peers_find_pods_that_start_or_drain(engines: dict[str, Any]) -> None:
     service = named("Service")[engines["spec"]["serviceName"]]["spec"]
     assert service["clusterIP"] == "None"
     assert service["publishNotReadyAddresses"] is True
+
+
+def test_the_services_name_the_same_engines_as_the_list(router: RouterConfig) -> None:
+    """Followed through Kubernetes a fleet is the one of the file, by other addresses."""
+    slices = Slices()
+    slices.replace(
+        [
+            {
+                "metadata": service["metadata"],
+                "ports": [
+                    {"name": name, "port": number} for name, number in ports(engines).items()
+                ],
+                "endpoints": [
+                    {"addresses": [f"10.0.{at}.{n}"], "targetRef": {"name": name}}
+                    for n, name in enumerate(pods_of(engines))
+                ],
+            }
+            for at, engines in enumerate(ENGINES)
+            for service in [named("Service")[engines["spec"]["serviceName"]]]
+        ]
+    )
+    found = {engine.name: engine for engine in slices.engines(keyed=True)}
+    listed = {engine.name: engine for engine in router.engines}
+    assert found.keys() == listed.keys()
+    for name, engine in found.items():
+        assert (engine.side, engine.engine_id) == (listed[name].side, listed[name].engine_id)
+        for one, other in ((engine.url, listed[name].url), (engine.control, listed[name].control)):
+            assert urlsplit(one or "").port == urlsplit(other or "").port
+
+
+def test_a_router_may_read_endpoint_slices_and_nothing_else() -> None:
+    """With the account that its pods run as; its token is mounted where that is wanted."""
+    (account,) = named("ServiceAccount")
+    assert pod(ROUTER)["serviceAccountName"] == account
+    (role,) = named("Role").values()
+    (binding,) = named("RoleBinding").values()
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (rule,) = role["rules"]
+    assert rule == {
+        "apiGroups": ["discovery.k8s.io"],
+        "resources": ["endpointslices"],
+        "verbs": ["get", "list", "watch"],
+    }
+    for setting in re.findall(r"^(kubernetes_\w+) = ", PAGE, re.MULTILINE):
+        assert setting in RouterConfig.__dataclass_fields__
 
 
 # --- the end of a pod -----------------------------------------------------------------------

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.engine:
             overrides["engines"] = [_engine(text) for text in args.engine]
-            overrides["engines_file"] = ""
+            overrides["engines_file"] = overrides["kubernetes_selector"] = ""
         logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(message)s")
         run(load_config(args.config, overrides))
     except (ConfigError, ProtocolError, ValueError) as error:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvloop
 from aiohttp import web
@@ -24,6 +24,7 @@ from turncache_server.router.apis import APIS
 from turncache_server.router.background import Background
 from turncache_server.router.config import RouterConfig, fleet_keys
 from turncache_server.router.engines_file import engines_followed
+from turncache_server.router.engines_kubernetes import kubernetes_followed
 from turncache_server.router.errors import SERVER_ERROR, ApiError
 from turncache_server.router.events import CallRefused, Events, Listener
 from turncache_server.router.following import Conversations
@@ -46,6 +47,7 @@ from turncache_server.router.services import Services, Switches
 from turncache_server.router.sessions import SessionTable
 from turncache_server.router.shared import shared_waits, waits_shared
 from turncache_server.router.tls import ServerCertificate
+from turncache_server.router.traces import Traces, otlp_traces
 from turncache_server.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,8 @@ async def serving(
     listeners: Sequence[Listener] = (),
     clock: Callable[[], float] = time.monotonic,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    traces: Traces | None = None,
+    kubernetes: Any | None = None,
 ) -> AsyncIterator[Router]:
     """Serve on the configured address for the length of the block, then drain.
 
@@ -98,6 +102,8 @@ async def serving(
         listeners: told every event, beside log and metrics.
         clock: monotonic seconds.
         new_id: makes the ids of calls.
+        traces: makes the spans, instead of what the settings say.
+        kubernetes: client of the API that ``kubernetes_selector`` asks, instead of the pod's.
 
     Raises:
         ConfigError: the address cannot be bound, a setting names a variable that there is not,
@@ -107,7 +113,8 @@ async def serving(
     metrics = Metrics(lambda: len(sessions))
     forecast = Forecast(config.max_sessions)
     shared = shared_waits(config, forecast.learn)
-    own = (log_event, metrics) if shared is None else (log_event, metrics, shared)
+    traces = traces or otlp_traces(config)
+    own = [each for each in (log_event, metrics, shared, traces) if each is not None]
     events = Events((*own, *listeners))
     engine_key = _engine_key(config)
     keys = fleet_keys(config)
@@ -130,6 +137,7 @@ async def serving(
         engine_key=engine_key,
         keys=KeyFile(Path(config.keys_file), clock) if config.keys_file else None,
         in_flight=InFlight(config.max_tenant_calls, config.retry_after_s),
+        traces=traces,
     )
     edge = _Edge(services)
     runner = BoundedRunner(
@@ -153,6 +161,7 @@ async def serving(
         try:
             async with (
                 engines_followed(config, services.pool, events),
+                kubernetes_followed(config, services.pool, events, kubernetes),
                 waits_shared(shared, events, config.redis_interval_s),
             ):
                 yield router
@@ -166,6 +175,8 @@ async def serving(
         await services.pool.close()
         await control.close()
         await upstream.close()
+        if traces is not None:
+            await traces.close()
 
 
 def run(config: RouterConfig, *, ready: Callable[[str], None] | None = None) -> None:

@@ -19,9 +19,15 @@ from turncache_server.router.alone import Answered, front_of
 from turncache_server.router.apis.api import Collector
 from turncache_server.router.ending import Ending, Usage
 from turncache_server.router.errors import SERVER_ERROR, ApiError, EngineRefused, LegFailed
-from turncache_server.router.events import CallEnded, CallStarted, OutcomeKnown, OutcomeMissing
+from turncache_server.router.events import (
+    CallEnded,
+    CallSettled,
+    CallStarted,
+    OutcomeKnown,
+    OutcomeMissing,
+)
 from turncache_server.router.following import Said
-from turncache_server.router.legs import ANSWER_HEADERS
+from turncache_server.router.legs import ANSWER_HEADERS, TRACE_HEADERS, forwarded
 from turncache_server.router.opening import (
     CallInput,
     Opened,
@@ -79,7 +85,13 @@ class PlannedCall:
         services.records.begin(self._record)
         call = self._call
         services.events.emit(
-            CallStarted(request=call.request, api=call.api.name, tenant=call.caller.label)
+            CallStarted(
+                request=call.request,
+                api=call.api.name,
+                tenant=call.caller.label,
+                elapsed_s=self._since_start(),
+                trace=forwarded(call.headers, TRACE_HEADERS),
+            )
         )
         code = 500
         problem: str | None = "internal"
@@ -291,13 +303,18 @@ class PlannedCall:
             if not self._record.final:
                 limit_s = _SETTLE_PATIENCE * self._services.config.control_timeout_s
                 self._note(await self._ask(limit_s))
+            self._record.final = True
+            if self._record.outcome is not None:
+                self._services.events.emit(
+                    OutcomeKnown(request=self._call.request, outcome=self._record.outcome)
+                )
         finally:
-            self._hold.release()
+            self._settled()
+
+    def _settled(self) -> None:
         self._record.final = True
-        if self._record.outcome is not None:
-            self._services.events.emit(
-                OutcomeKnown(request=self._call.request, outcome=self._record.outcome)
-            )
+        self._hold.release()
+        self._services.events.emit(CallSettled(request=self._call.request))
 
     # --- the end --------------------------------------------------------------------------
 
@@ -329,7 +346,6 @@ class PlannedCall:
             )
         )
         if self._witness is None:
-            record.final = True
-            self._hold.release()
+            self._settled()
         else:
             self._services.background.spawn(self._settle(), "settle a call")

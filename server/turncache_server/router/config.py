@@ -60,6 +60,8 @@ class RouterConfig:
 
     engines: tuple[EngineConfig, ...]
     engines_file: str = ""
+    kubernetes_selector: str = ""
+    kubernetes_namespace: str = ""
     fleet_secret_file: str = ""
     keys_file: str = ""
     cache_salt: str = _word("tenant", "tenant", "session")
@@ -102,6 +104,8 @@ class RouterConfig:
     health_timeout_s: float = _number(2.0, 0.01, 60)
     breaker_failures: int = _number(3, 1, 1000)
     breaker_open_s: float = _number(5.0, 0, 300)
+    traces: bool = False
+    pass_trace_context: bool = False
     redis_url: str = ""
     redis_password_env: str = ""
     redis_prefix: str = "turncache"
@@ -159,14 +163,20 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
     if url := values.get("redis_url"):
         _check_redis(url)
     keyed = bool(values.get("fleet_secret_file"))
+    sources = ("engines_file", "kubernetes_selector")
+    given = [name for name in sources if values.get(name)]
+    if len(given) + ("engines" in data) > 1:
+        raise ConfigError(
+            given[-1],
+            "set beside another list; name the engines in one of [[engines]], "
+            + " and ".join(sources),
+        )
     if file := values.get("engines_file"):
-        if "engines" in data:
-            raise ConfigError(
-                "engines_file", "set beside [[engines]]; name the engines in one of them"
-            )
         engines = read_engines(Path(file), keyed=keyed)
+    elif given:
+        engines = ()  # Kubernetes is asked when the router starts
     else:
-        engines = _engines(data.get("engines"), keyed=keyed)
+        engines = check_engines(data.get("engines"), keyed=keyed)
     config = RouterConfig(engines=engines, **values)
     if not (config.private or config.keys_file or config.serve_without_keys):
         raise ConfigError(
@@ -191,7 +201,7 @@ def read_engines(path: Path, *, keyed: bool) -> tuple[EngineConfig, ...]:
     try:
         data = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
         _check_names("", data, {"engines": None})
-        return _engines(data.get("engines"), keyed=keyed)
+        return check_engines(data.get("engines"), keyed=keyed)
     except (OSError, ValueError, ConfigError, ProtocolError) as error:
         raise ConfigError("engines_file", f"cannot use {str(path)!r}: {error}") from error
 
@@ -222,7 +232,16 @@ def _value(name: str, value: object, item: dataclasses.Field[Any]) -> object:
     return value
 
 
-def _engines(value: object, *, keyed: bool) -> tuple[EngineConfig, ...]:
+def check_engines(value: object, *, keyed: bool) -> tuple[EngineConfig, ...]:
+    """Check a list of tables, one per engine.
+
+    Args:
+        value: the list.
+        keyed: see :func:`read_engines`.
+
+    Raises:
+        ConfigError: naming the table and what is wrong with it.
+    """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ConfigError(
             "engines", "expected at least one [[engines]] table with name, side and url"
@@ -298,12 +317,13 @@ def _check_redis(url: str) -> None:
     try:
         parts = urlsplit(url)
         # Of a socket the path is the place; and settings are shown, so they hold no password.
-        legal = parts.password is None and (
-            bool(parts.path) if parts.scheme == "unix" else bool(parts.hostname) and parts.port != 0
+        place = parts.path if parts.scheme == "unix" else parts.hostname and parts.port != 0
+        legal = (
+            parts.scheme in ("redis", "rediss", "unix") and bool(place) and parts.password is None
         )
     except ValueError:
         legal = False
-    if not legal or parts.scheme not in ("redis", "rediss", "unix"):
+    if not legal:
         raise ConfigError(
             "redis_url",
             f"{url.rpartition('@')[2]!r}: expected redis://host:6379/0, rediss:// or unix:///path, "

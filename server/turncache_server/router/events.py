@@ -7,7 +7,7 @@ holds a prompt, an answer or a key.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from turncache.protocol import Boundary, Outcome, Plan, Reason
@@ -29,11 +29,28 @@ class CallStarted:
 
     Attributes:
         tenant: what engines know its tenant by, None without keys.
+        elapsed_s: seconds since the request has arrived.
+        trace: the client's headers of trace context, by lower-case names.
     """
 
     request: str
     api: str
     tenant: str | None
+    elapsed_s: float
+    trace: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegStarted:
+    """A call's next leg begins; the one before it is over.
+
+    Attributes:
+        kind: ``prefill``, ``decode`` or ``single``.
+    """
+
+    request: str
+    engine: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +82,13 @@ class CallEnded:
     ttft_s: float | None
     total_s: float
     overhead_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSettled:
+    """Nothing more will be told of a call that had a plan."""
+
+    request: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +211,7 @@ class EngineRestarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesRead:
-    """The file of the engines was read.
+    """The list of the engines was read, from its file or from Kubernetes.
 
     Attributes:
         joined: names of engines that are new, or have other settings.
@@ -200,7 +224,7 @@ class EnginesRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesRefused:
-    """The file of the engines cannot be used; those before it stay."""
+    """The list of the engines cannot be read or used; the engines before it stay."""
 
     why: str
 
@@ -228,7 +252,9 @@ class WaitsExchanged:
 Event = (
     CallRefused
     | CallStarted
+    | LegStarted
     | CallEnded
+    | CallSettled
     | OutcomeKnown
     | OutcomeMissing
     | WaitEnded

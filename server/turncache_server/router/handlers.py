@@ -19,7 +19,7 @@ from turncache_server.router.config import EngineConfig
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
 from turncache_server.router.intake import Intake, tags_of
 from turncache_server.router.keys import Caller
-from turncache_server.router.legs import ANSWER_HEADERS, forwarded
+from turncache_server.router.legs import ANSWER_HEADERS, TRACE_HEADERS, forwarded
 from turncache_server.router.limits import read_body
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.plan import Readiness, Side
@@ -251,7 +251,10 @@ class Handlers:
         return [self._services.pool.config_of(engine.name) for engine in live]
 
     def _engine_headers(self, request: web.Request) -> dict[str, str]:
-        headers = forwarded(self._headers(request))
+        client = self._headers(request)
+        headers = forwarded(client)
+        if self._services.config.pass_trace_context:
+            headers |= forwarded(client, TRACE_HEADERS)
         if self._services.engine_key is not None:
             headers["authorization"] = f"Bearer {self._services.engine_key}"
         return headers

@@ -8,7 +8,7 @@ token, which nobody reads: its purpose is the prompt's KV.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -35,8 +35,10 @@ class _Prefilled(msgspec.Struct, frozen=True):
 _prefilled: Final = msgspec.json.Decoder(_Prefilled)
 
 #: Request headers that an engine may see as the client sent them: its key, when the router
-#: has none of its own, and trace context.
-FORWARDED_HEADERS: Final = ("authorization", "traceparent", "tracestate")
+#: has none of its own.
+FORWARDED_HEADERS: Final = ("authorization",)
+#: Likewise, where the settings pass trace context on.
+TRACE_HEADERS: Final = ("traceparent", "tracestate")
 #: Answer headers of an engine that a client may see.
 ANSWER_HEADERS: Final = ("content-type", "retry-after")
 
@@ -96,7 +98,12 @@ def transfer_params(answer: bytes) -> bytes | None:
 
 
 def leg_headers(
-    client: Mapping[str, str], *, session: str, request_id: str, engine_key: str | None
+    client: Mapping[str, str],
+    *,
+    session: str,
+    request_id: str,
+    engine_key: str | None,
+    trace: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Make the headers of a leg.
 
@@ -106,8 +113,9 @@ def leg_headers(
         session: namespaced session id.
         request_id: minted per attempt.
         engine_key: the router's own key for engines, None to pass the client's on.
+        trace: headers of trace context for the engine.
     """
-    headers = forwarded(client)
+    headers = {**forwarded(client), **(trace or {})}
     if engine_key is not None:
         headers["authorization"] = f"Bearer {engine_key}"
     headers["content-type"] = "application/json"
@@ -116,16 +124,14 @@ def leg_headers(
     return headers
 
 
-def forwarded(client: Mapping[str, str]) -> dict[str, str]:
+def forwarded(
+    client: Mapping[str, str], names: Iterable[str] = FORWARDED_HEADERS
+) -> dict[str, str]:
     """Return the client's headers that an engine may see, by lower-case names.
 
     Values beyond ASCII, which HTTP does not define, are left out.
     """
-    return {
-        name: client[name]
-        for name in FORWARDED_HEADERS
-        if name in client and client[name].isascii()
-    }
+    return {name: client[name] for name in names if name in client and client[name].isascii()}
 
 
 def _ours(api: Api, body: Body, hints: EngineHints, salt: str | None) -> dict[str, str]:

@@ -133,13 +133,13 @@ class Metrics:
         )
         self._lists = Counter(
             "turncache_router_engine_lists_total",
-            "States of engines_file that were read or refused.",
+            "States of the list of engines that were read or refused.",
             ("result",),
             registry=registry,
         )
         self._list_refused = Gauge(
             "turncache_router_engine_list_refused",
-            "Whether engines_file cannot be used at present, and the list before it stays.",
+            "Whether the list of engines cannot be used at present, and the one before it stays.",
             registry=registry,
         )
         self._restarts = Counter(

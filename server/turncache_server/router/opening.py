@@ -16,11 +16,13 @@ from turncache.protocol import CallTags, Cause, EngineHints
 from turncache_server.router.apis.api import Api, CallRequest
 from turncache_server.router.body import Body
 from turncache_server.router.errors import EngineRefused, LegFailed
-from turncache_server.router.events import LegFailure
+from turncache_server.router.events import LegFailure, LegStarted
 from turncache_server.router.following import History
 from turncache_server.router.keys import ANYBODY, Caller
 from turncache_server.router.legs import (
     ANSWER_HEADERS,
+    TRACE_HEADERS,
+    forwarded,
     leg_headers,
     prefill_body,
     serving_body,
@@ -123,20 +125,28 @@ class Opening:
         """
         if not self._plan.prefill:
             return await self._first_that_answers(
-                self._plan.serve, lambda engine: self._serve(engine, "single", None)
+                "single", self._plan.serve, lambda engine: self._serve(engine, "single", None)
             )
-        source = await self._first_that_answers(self._plan.prefill, self._prefill)
+        source = await self._first_that_answers("prefill", self._plan.prefill, self._prefill)
         self._prefilled(source)
         return await self._first_that_answers(
-            self._plan.serve, lambda engine: self._serve(engine, "decode", source.engine_id)
+            "decode",
+            self._plan.serve,
+            lambda engine: self._serve(engine, "decode", source.engine_id),
         )
 
     async def _first_that_answers(
-        self, engines: tuple[EngineView, ...], attempt: Callable[[EngineView], Awaitable[T]]
+        self,
+        kind: str,
+        engines: tuple[EngineView, ...],
+        attempt: Callable[[EngineView], Awaitable[T]],
     ) -> T:
         left = list(engines[: self._services.config.max_attempts])
         while True:
             engine = left.pop(0)
+            self._services.events.emit(
+                LegStarted(request=self._call.request, engine=engine.name, kind=kind)
+            )
             began_s = self._services.clock()
             try:
                 result = await attempt(engine)
@@ -235,7 +245,17 @@ class Opening:
             # request end another: vLLM keys its state by it.
             request_id=f"{self._call.request}-{kind}{self._num_attempts}",
             engine_key=self._services.engine_key,
+            trace=self._trace(),
         )
+
+    def _trace(self) -> Mapping[str, str] | None:
+        """Return the trace context of this leg: of its span, else as the client sent it."""
+        if not self._services.config.pass_trace_context:
+            return None
+        traces = self._services.traces
+        if traces is None:
+            return forwarded(self._call.headers, TRACE_HEADERS)
+        return traces.headers(self._call.request)
 
     async def _drain_task(self, task: asyncio.Future[EngineAnswer]) -> None:
         try:

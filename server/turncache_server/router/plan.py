@@ -80,6 +80,8 @@ class Snapshot:
     @property
     def readiness(self) -> Readiness:
         """What can be served by the engines that live."""
+        if not self.engines:
+            return Readiness.UNAVAILABLE
         live = {engine.side for engine in self.engines if engine.live}
         gone = [side for side in self.needed_sides if side not in live]
         if not gone:

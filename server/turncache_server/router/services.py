@@ -17,6 +17,7 @@ from turncache_server.router.plan import Snapshot
 from turncache_server.router.pool import Pool
 from turncache_server.router.records import CallRecords
 from turncache_server.router.sessions import SessionTable
+from turncache_server.router.traces import Traces
 from turncache_server.router.upstream import Upstream
 
 
@@ -43,6 +44,7 @@ class Services:
         engine_key: the router's own key for engines, None to pass the client's on.
         in_flight: calls of each tenant at present.
         keys: of the router's clients, None to serve everybody.
+        traces: spans of the calls, None where nobody asked for them.
     """
 
     config: RouterConfig
@@ -61,6 +63,7 @@ class Services:
     engine_key: str | None
     in_flight: InFlight
     keys: KeyFile | None = None
+    traces: Traces | None = None
 
     def snapshot(self) -> Snapshot:
         """Return the pool and the switches as they are now."""

@@ -255,7 +255,7 @@ def shared_waits(config: RouterConfig, learn: Learn) -> SharedWaits | None:
             "redis_url", "needs the package redis: pip install 'turncache[redis]'"
         ) from error
     try:
-        redis = Redis.from_url(
+        redis: Any = Redis.from_url(
             config.redis_url,
             password=_password(config),
             socket_timeout=config.redis_timeout_s,

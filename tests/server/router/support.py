@@ -16,6 +16,7 @@ from turncache.protocol import OUTCOME_HEADER, Outcome
 from turncache_server.router.app import Router, serving
 from turncache_server.router.config import RouterConfig, parse_config
 from turncache_server.router.events import Event
+from turncache_server.router.traces import Traces
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "You are a careful assistant. " * 4},
@@ -132,11 +133,16 @@ async def streamed(client: AsyncOpenAI, **arguments: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def bench(*fakes: FakeEngine, **settings: Any) -> AsyncIterator[Bench]:
-    """Run a router in front of engines that run already."""
+    """Run a router in front of engines that run already; ``traces`` may be ready
+    made, ``kubernetes`` is a client.
+    """
     events: list[Event] = []
-    config = config_for(fakes, **settings)
+    made = settings.pop("traces", None)
+    traces = made if isinstance(made, Traces) else None
+    kubernetes = settings.pop("kubernetes", None)
+    config = config_for(fakes, **settings, traces=made is True)
     async with (
-        serving(config, listeners=[events.append]) as router,
+        serving(config, listeners=[events.append], traces=traces, kubernetes=kubernetes) as router,
         # Making a TLS context costs more than most of these tests.
         httpx2.AsyncClient(base_url=router.url, timeout=20, verify=False) as http,
     ):

@@ -16,7 +16,13 @@ from turncache_server.router.apis.api import CallRequest
 from turncache_server.router.apis.chat import CHAT, read_chat
 from turncache_server.router.body import Body
 from turncache_server.router.errors import ApiError
-from turncache_server.router.legs import leg_headers, prefill_body, serving_body
+from turncache_server.router.legs import (
+    TRACE_HEADERS,
+    forwarded,
+    leg_headers,
+    prefill_body,
+    serving_body,
+)
 from turncache_server.router.place import rank
 from turncache_server.router.plan import (
     EngineView,
@@ -312,14 +318,15 @@ def test_engines_see_no_header_that_could_steer_them() -> None:
     sent = leg_headers(client, session="ns", request_id="r-p1", engine_key=None)
     assert sent == {
         "authorization": "Bearer client",
-        "traceparent": "00-1-2-01",
         "content-type": "application/json",
         "X-Session-ID": "ns",
         "X-Request-Id": "r-p1",
     }
     keyed = leg_headers(client, session="ns", request_id="r", engine_key="ours")
     assert keyed["authorization"] == "Bearer ours"
+    assert forwarded(client, TRACE_HEADERS) == {"traceparent": "00-1-2-01"}
     odd = {"traceparent": "\udcff", "tracestate": "é", "authorization": "Bearer é"}
+    assert forwarded(odd, TRACE_HEADERS) == {}
     sent = leg_headers(odd, session="ns", request_id="r", engine_key=None)
     assert set(sent) == {"content-type", "X-Session-ID", "X-Request-Id"}
 
