@@ -167,7 +167,7 @@ MESSAGES = st.lists(
 @given(histories=st.lists(MESSAGES, max_size=5), limit=st.sampled_from([1, 2, 32]))
 def test_the_memo_never_changes_a_reading(histories: list[Any], limit: int) -> None:
     """Whatever was read before, kinds and fingerprints are those of a fresh reading."""
-    memo = Memo(max_histories=limit, max_chars=40)
+    memo = Memo(max_histories=limit, max_bytes=400)
     grown: list[Any] = []
     for history in histories:
         grown = [*grown, *history]
@@ -213,13 +213,13 @@ def test_arguments_that_were_changed_in_place_are_noticed() -> None:
 
 def test_old_histories_leave_the_memo() -> None:
     """The memo holds no more text than it may."""
-    memo = Memo(max_histories=2, max_chars=1000)
+    memo = Memo(max_histories=2, max_bytes=1000)
     for number in range(9):
         memo.read([user(f"{number}"), assistant(), user(), user("x" * 300)])
         assert len(memo._histories) <= 2
-        assert memo._num_chars <= 1000
+        assert memo._num_bytes <= 1000
     memo.read([user("big"), assistant(), user(), user("x" * 5000)])
-    assert memo._num_chars == 0
+    assert memo._num_bytes == 0
 
 
 def test_tools_are_named_in_order() -> None:
