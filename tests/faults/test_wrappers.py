@@ -78,6 +78,7 @@ def test_async_streaming_response_not_recorded(server: FakeServer) -> None:
         {"choices": []},
         {"choices": [{"index": 0, "finish_reason": "stop"}]},
         {"choices": [{"index": 0, "finish_reason": "tool_calls", "message": None}]},
+        {"choices": [{"index": 0, "finish_reason": "stop", "message": {"tool_calls": 3}}]},
         {"choices": "none", "usage": "none"},
     ],
 )
