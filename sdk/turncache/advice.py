@@ -109,15 +109,6 @@ def match(shape: Shape, reading: Reading) -> Match:
     return Match.FORK if num_common(old, new) else Match.OTHER
 
 
-def is_continued(shape: Shape, reading: Reading) -> bool:
-    """Whether ``reading`` only adds to the call that ``shape`` is kept of."""
-    return (
-        reading.history.startswith(shape.history)
-        and reading.system == shape.system
-        and reading.tools.digest == shape.tools.digest
-    )
-
-
 def findings(shape: Shape, reading: Reading) -> Iterator[Finding]:
     """Yield what broke reuse between an earlier call of a line and the next one."""
     yield from _system_findings(shape, reading)

@@ -7,6 +7,7 @@ or odd reads as unknown.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from turncache.protocol import Boundary
@@ -25,6 +26,10 @@ _CALLERS_ITEMS: Final = frozenset(
     }
 )
 _CUT_SHORT: Final = frozenset({"length", "content_filter"})
+# What is read of a chat completion: one question per object instead of one per member.
+_COMPLETION: Final = attrgetter("id", "usage", "choices")
+_CHOICE: Final = attrgetter("finish_reason", "message.tool_calls")
+_USAGE: Final = attrgetter("prompt_tokens", "prompt_tokens_details")
 
 
 class ToolCall(NamedTuple):
@@ -61,6 +66,26 @@ NOTHING: Final = Ending()
 
 def read_answer(answer: Any) -> Ending:
     """Read a chat completion, a response, or a completion; objects and mappings alike."""
+    try:
+        # The usual shape: one choice, and no tool calls in it.
+        answer_id, usage, (choice,) = _COMPLETION(answer)
+        reason, calls = _CHOICE(choice)
+        prompt, details = (None, None) if usage is None else _USAGE(usage)
+        cached = None if details is None else details.cached_tokens
+    except (AttributeError, TypeError, ValueError):
+        return _read_any(answer)
+    if calls:
+        return _read_any(answer)
+    return Ending(
+        Boundary.USER if reason else None,
+        (),
+        prompt if type(prompt) is int else None,
+        cached if type(cached) is int else None,
+        answer_id if type(answer_id) is str else None,
+    )
+
+
+def _read_any(answer: Any) -> Ending:
     # Both take (value, name, default): one question per object instead of one per member.
     of = dict.get if isinstance(answer, dict) else getattr
     usage, answer_id = of(answer, "usage", None), of(answer, "id", None)

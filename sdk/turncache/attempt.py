@@ -55,12 +55,12 @@ class Attempt:
 
     def __init__(
         self,
-        *,
         call: Call,
         session: Session | None,
         host: tuple[str, int | None],
         clock: Callable[[], float],
         line: tuple[Follower[Session], int] | None = None,
+        *,
         server_keeps: bool = False,
         may_teach: bool = True,
     ) -> None:
@@ -80,7 +80,9 @@ class Attempt:
         self.session = session
         self.options: Any = None
         self.asks_raw = False
-        self.span = spans.current_span()
+        self.span = span = spans.current_span()
+        if span is not None:
+            spans.tell_start(span, call, session)
         self._host = host
         self._clock = clock
         self._line = line
@@ -112,7 +114,7 @@ class Attempt:
     def result(self, result: Any) -> Any:
         """Take what the caller gets, and return it."""
         self.parsed(result)
-        self.keep(result)
+        RESULTS.put(result, (self.call, self.session))
         return result
 
     def parsed(self, result: Any) -> None:
@@ -166,7 +168,7 @@ class Attempt:
             self.call.fail(self._clock(), ABANDONED)
 
     def _end(self, ending: Ending) -> None:
-        call, session = self.call, self.session
+        call = self.call
         call.end(self._clock() if call.ended_s is None else call.ended_s, ending)
         if self.span is not None:
             try:
@@ -175,7 +177,10 @@ class Attempt:
                 complain("trace", error)
         # Nearly every call that ends a turn has nothing to leave behind.
         begins_wait = ending.boundary is Boundary.TOOL
-        if session is None or call.ended_s is None or not (begins_wait or self._server_keeps):
+        if not begins_wait and not self._server_keeps:
+            return
+        session = self.session
+        if session is None or call.ended_s is None:
             return
         with LOCK.held:
             if begins_wait:

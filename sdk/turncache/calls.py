@@ -12,13 +12,15 @@ sent, stored or logged.
 
 from __future__ import annotations
 
+import functools
 import marshal
 import re
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any, Final, NamedTuple
 
 from turncache.protocol import Cause
@@ -38,7 +40,8 @@ _OPENING: Final = re.compile("(?<![^m])[^mt]*u[^mt]*(?![^m])")
 _RESULTS: Final = re.compile("t[^m]*")
 _END: Final[Callable[[re.Match[str]], int]] = methodcaller("end")
 _LEAVES: Final = frozenset({str, type(None), bool, int, float})
-_TEXT: Final = frozenset({str})
+_CALL: Final = itemgetter("id", "type", "function")
+_FUNCTION: Final = itemgetter("name", "arguments")
 _MODEL_ITEMS: Final = frozenset({"reasoning", "mcp_approval_request", "mcp_list_tools"})
 _TOOL_ITEMS: Final = frozenset({"mcp_approval_response"})
 
@@ -49,6 +52,11 @@ FINGERPRINT_BYTES: Final = 8
 _HEAD: Final = 3
 #: Shorter histories are read again sooner than they are compared.
 _WORTH_IT: Final = 5
+#: So many messages at the end of a known history are counted again before that is kept.
+_LONG_TAIL: Final = 64
+#: Members of a body that make it more than messages of a chat or items of a response.
+_RARE: Final = frozenset({"prompt", "instructions", "previous_response_id", "conversation"})
+_MAX_TOOLS_KEPT: Final = 32
 
 
 class Tools(NamedTuple):
@@ -61,8 +69,7 @@ class Tools(NamedTuple):
 NO_TOOLS: Final = Tools()
 
 
-@dataclass(slots=True, eq=False)
-class Reading:
+class Reading(NamedTuple):
     """What one request says.
 
     Attributes:
@@ -77,24 +84,34 @@ class Reading:
         turn: number of the turn, from 1, None when the body does not show it.
         call: number of the call in its turn, from 1, None likewise.
         cause: why the call is made, None likewise.
-        results: ids of the tool calls whose results this request brings.
         previous: answer or conversation that the server keeps and this request continues.
         instructions: the instructions of a responses request.
     """
 
     model: str
-    messages: Sequence[Any]
-    kinds: str
-    start: int
-    system: bytes
-    history: bytes
-    tools: Tools
-    turn: int | None
-    call: int | None
-    cause: Cause | None
-    results: tuple[str, ...]
-    previous: str | None
+    messages: Sequence[Any] = ()
+    kinds: str = ""
+    start: int = 0
+    system: bytes = b""
+    history: bytes = b""
+    tools: Tools = NO_TOOLS
+    turn: int | None = None
+    call: int | None = None
+    cause: Cause | None = None
+    previous: str | None = None
     instructions: str | None = None
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Ids of the tool calls whose results this request brings."""
+        kinds = self.kinds
+        last = kinds.rfind(MODEL) + 1
+        found = [
+            message.get("tool_call_id") or message.get("call_id")
+            for kind, message in zip(kinds[last:], self.messages[last:], strict=True)
+            if kind == TOOL
+        ]
+        return tuple([call_id for call_id in found if type(call_id) is str])
 
     def point_before(self, length: int) -> int:
         """Return the next shorter length of history at which a call was made, 0 when none.
@@ -102,115 +119,160 @@ class Reading:
         A call is made before each run of outputs of the model, and at the end of the history.
         """
         kinds, start = self.kinds, self.start
-        at = kinds.rfind(MODEL, start, start + length)
-        while at > start:
-            if kinds[at - 1] != MODEL:
-                return at - start
-            at -= 1
-        return 0
+        outputs = kinds.rfind(MODEL, start, start + length) + 1
+        return len(kinds[start:outputs].rstrip(MODEL))
 
 
 @dataclass(slots=True, eq=False)
 class _History:
-    """What is known of one history; ``messages`` are copies that nobody else can change."""
+    """What is known of one history; ``messages`` are copies that nobody else can change.
+
+    ``turns`` and ``results`` are counted up to ``settled``, which is where an input begins.
+    """
 
     messages: list[Any] = field(default_factory=list)
     kinds: str = ""
     prints: bytes = b""
-    num_chars: int = 0
+    num_bytes: int = 0
+    settled: int = 0
+    turns: int = 0
+    results: int = 0
+
+    def place(self, kinds: str) -> tuple[int, int]:
+        """Return turn and call of a history that goes on from this one."""
+        tail = kinds[self.settled :]
+        turns, results = (_inputs_in if len(tail) <= _LONG_TAIL else _count_inputs)(tail)
+        if turns:
+            return self.turns + turns, 1 + results
+        return self.turns or 1, 1 + self.results + results
+
+    def settle(self) -> None:
+        """Count up to the last input that is known."""
+        settled = self.kinds.rfind(MODEL) + 1
+        turns, results = _count_inputs(self.kinds[self.settled : settled])
+        self.results = results if turns else self.results + results
+        self.turns += turns
+        self.settled = settled
 
 
 class Memo:
     """Fingerprints of the latest histories, so that an old prefix is compared, not hashed.
 
     Keeps copies of the messages of the latest requests: at most ``max_histories`` of at
-    most ``max_chars`` together. The containers are copied, because a caller may change a
+    most ``max_bytes`` together. The containers are copied, because a caller may change a
     message in place: an object that is the same may hold something else. Texts cannot
     change and are shared, so that comparing a growing history, whose texts are mostly the
     same objects, costs a fraction of hashing it. Messages are compared as Python compares
     values: the order of keys within one does not count.
     """
 
-    def __init__(self, *, max_histories: int = 32, max_chars: int = 8_000_000) -> None:
+    def __init__(self, *, max_histories: int = 32, max_bytes: int = 8_000_000) -> None:
         """Start empty."""
         self._max_histories = max_histories
-        self._max_chars = max_chars
+        self._max_bytes = max_bytes
         # By marks of the first messages: histories that began alike take turns.
         self._histories: OrderedDict[tuple[Any, ...], _History] = OrderedDict()
-        self._num_chars = 0
+        # The one that was read last, which the next request goes on with most often.
+        self._latest = _History()
+        self._num_bytes = 0
+        self._tools: dict[bytes, Tools] = {}
 
-    def read(self, messages: Sequence[Any]) -> tuple[str, bytes]:
-        """Return kinds and fingerprints of ``messages``."""
+    def read(self, messages: Sequence[Any]) -> tuple[str, bytes, int, int]:
+        """Return kinds and fingerprints of ``messages``, and the turn and call they are in."""
         num_messages = len(messages)
         if num_messages < _WORTH_IT or not self._max_histories:
             kinds, prints, _, _ = _scan(messages)
-            return kinds, prints
+            return kinds, prints, *_NO_HISTORY.place(kinds)
+        latest = self._latest
+        num_known = len(latest.messages)
+        if _HEAD <= num_known <= num_messages and messages[:num_known] == latest.messages:
+            return self._extend(latest, messages[num_known:])
+        return self._find(messages)
+
+    def read_tools(self, tools: Any) -> Tools:
+        """Return what :func:`read_tools` does; the same tools come with every request."""
+        if type(tools) is not list or not tools:
+            return read_tools(tools)
+        written = _bytes_of(tools)
+        known = self._tools.get(written)
+        if known is None:
+            known = self._tools[written] = Tools(_names_of(tools), hash(written))
+            if len(self._tools) > _MAX_TOOLS_KEPT:
+                del self._tools[next(iter(self._tools))]
+        return known
+
+    def _find(self, messages: Sequence[Any]) -> tuple[str, bytes, int, int]:
+        """Read messages that do not go on with the latest history."""
         first, second, third = messages[:_HEAD]
         head = _mark(first), _mark(second), _mark(third)
         known = self._histories.get(head)
         if known is None:
-            return self._extend(head, _History(), messages)
+            return self._extend(self._started(head), messages)
         old = known.messages
-        num_known = len(old)
-        if num_messages < num_known:
-            if messages != old[:num_messages]:
-                return self._extend(head, _History(), messages)
-            # An earlier call of it, made again.
-            self._histories.move_to_end(head)
-            return known.kinds[:num_messages], known.prints[: num_messages * FINGERPRINT_BYTES]
-        if messages[:num_known] != old:
-            return self._extend(head, _History(), messages)
-        return self._extend(head, known, messages[num_known:])
+        num_known, num_messages = len(old), len(messages)
+        if messages[:num_known] != old[:num_messages]:
+            return self._extend(self._started(head), messages)
+        self._histories.move_to_end(head)
+        self._latest = known
+        if num_messages >= num_known:
+            return self._extend(known, messages[num_known:])
+        # An earlier call of it, made again.
+        kinds = known.kinds[:num_messages]
+        return kinds, known.prints[: num_messages * FINGERPRINT_BYTES], *_NO_HISTORY.place(kinds)
 
-    def _extend(
-        self, head: tuple[Any, ...], history: _History, new: Sequence[Any]
-    ) -> tuple[str, bytes]:
-        """Add ``new`` to a history, kept as the latest; return what is known of all of it."""
-        kinds, prints, copies, num_chars = _scan(new)
+    def _started(self, head: tuple[Any, ...]) -> _History:
+        """Start a history in the place of the one that began alike, as the latest."""
+        before = self._histories.pop(head, None)
+        if before is not None:
+            self._num_bytes -= before.num_bytes
+        history = self._latest = self._histories[head] = _History()
+        self._shrink()
+        return history
+
+    def _extend(self, history: _History, new: Sequence[Any]) -> tuple[str, bytes, int, int]:
+        """Add ``new`` to the latest history; return what is known of all of it."""
+        kinds, prints, copies, num_bytes = _scan(new)
         kinds, prints = history.kinds + kinds, history.prints + prints
-        messages = history.messages
-        messages += copies
-        num_known = len(messages)
+        turn, call = history.place(kinds)
+        history.messages += copies
+        num_known = len(history.messages)
         # What cannot be copied, and what comes after it, is read again every time.
-        history.kinds = kinds if num_known == len(kinds) else kinds[:num_known]
-        history.prints = prints[: num_known * FINGERPRINT_BYTES]
+        history.kinds, history.prints = kinds[:num_known], prints[: num_known * FINGERPRINT_BYTES]
+        if num_known - history.settled > _LONG_TAIL:
+            history.settle()
+        history.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._max_bytes:
+            self._shrink()
+        return kinds, prints, turn, call
+
+    def _shrink(self) -> None:
+        """Let the oldest histories go until the rest is within bounds."""
         histories = self._histories
-        before = histories.get(head)
-        if before is not history:
-            self._num_chars -= 0 if before is None else before.num_chars
-            histories[head] = history
-        history.num_chars += num_chars
-        self._num_chars += num_chars
-        histories.move_to_end(head)
         while histories and (
-            self._num_chars > self._max_chars or len(histories) > self._max_histories
+            self._num_bytes > self._max_bytes or len(histories) > self._max_histories
         ):
             _, gone = histories.popitem(last=False)
-            self._num_chars -= gone.num_chars
-        return kinds, prints
+            self._num_bytes -= gone.num_bytes
+            if gone is self._latest:
+                self._latest = _History()
 
 
 def read_call(body: Mapping[str, Any], memo: Memo) -> Reading:
     """Read a request's body: chat completions, responses or completions."""
-    if "prompt" in body:
-        # Legacy completions show text or tokens, and no messages to tell a turn by.
-        model = str(body.get("model") or "")
-        return Reading(model, (), "", 0, b"", b"", NO_TOOLS, None, None, None, (), None)
-    messages, instructions = _messages(body)
-    kinds, prints = memo.read(messages)
-    start = 0
-    while kinds[start : start + 1] == SYSTEM:
-        start += 1
+    messages = body.get("messages")
+    previous = instructions = None
+    if type(messages) is not list or not _RARE.isdisjoint(body):
+        if "prompt" in body:
+            # Legacy completions show text or tokens, and no messages to tell a turn by.
+            return Reading(str(body.get("model") or ""))
+        messages, instructions = _messages(body)
+        previous = _previous(body)
+    kinds, prints, turn, call = memo.read(messages)
+    start = len(kinds) - len(kinds.lstrip(SYSTEM))
     system, history = prints[: start * FINGERPRINT_BYTES], prints[start * FINGERPRINT_BYTES :]
     if instructions is not None:
-        system = _pack([hash(("instructions", instructions))]) + system
-    previous = _previous(body)
-    turn: int | None
-    call: int | None
-    turn, call, cause = place_in_turn(kinds)
-    if previous is not None:
-        # The server keeps the rest of the history: what is here shows the cause only.
-        turn = call = None
+        system = array("q", [hash(("instructions", instructions))]).tobytes() + system
     tools = body.get("tools")
     # By position, which costs a third of what it costs by name.
     return Reading(
@@ -220,11 +282,11 @@ def read_call(body: Mapping[str, Any], memo: Memo) -> Reading:
         start,
         system,
         history,
-        NO_TOOLS if tools is None else read_tools(tools),
-        turn,
-        call,
-        cause,
-        _results(messages, kinds) if cause is Cause.TOOL else (),
+        NO_TOOLS if tools is None else memo.read_tools(tools),
+        # The server keeps the rest of the history: what is here shows the cause only.
+        turn if previous is None else None,
+        call if previous is None else None,
+        Cause.TOOL if kinds.find(TOOL, kinds.rfind(MODEL) + 1) >= 0 else Cause.USER,
         previous,
         instructions,
     )
@@ -234,17 +296,26 @@ def read_tools(tools: Any) -> Tools:
     """Return names and digest of a request's tools; the order of keys counts."""
     if not isinstance(tools, (list, tuple)) or not tools:
         return NO_TOOLS
-    return Tools(tuple([_tool_name(tool) for tool in tools]), hash(_bytes_of(tools)))
+    return Tools(_names_of(tools), hash(_bytes_of(tools)))
 
 
 def place_in_turn(kinds: str) -> tuple[int, int, Cause]:
     """Return turn, call and cause of a history given as one letter per message."""
-    openings = list(map(_END, _OPENING.finditer(kinds)))
-    call = 1 + len(_RESULTS.findall(kinds, openings[-1] if openings else 0))
     # A history that ends with the model's own words asks it to go on with them: the last
     # input is empty then, and nothing came back from a tool.
     cause = Cause.TOOL if kinds.find(TOOL, kinds.rfind(MODEL) + 1) >= 0 else Cause.USER
-    return len(openings) or 1, call, cause
+    return *_NO_HISTORY.place(kinds), cause
+
+
+def _count_inputs(kinds: str) -> tuple[int, int]:
+    """Return how many inputs begin a turn, and how many bring results after the last of them."""
+    openings = list(map(_END, _OPENING.finditer(kinds)))
+    return len(openings), len(_RESULTS.findall(kinds, openings[-1] if openings else 0))
+
+
+#: The same for the short histories, and ends of long ones, that come again and again.
+_inputs_in: Final = functools.lru_cache(maxsize=4096)(_count_inputs)
+_NO_HISTORY: Final = _History()
 
 
 def echoed_calls(reading: Reading) -> Iterator[tuple[int, str, str]]:
@@ -298,38 +369,35 @@ def _scan(messages: Sequence[Any]) -> tuple[str, bytes, list[Any], int]:
 
     Returns:
         Kinds, fingerprints, copies of the leading messages that are plain JSON data, and the
-        number of characters in the copies.
+        size of what the copies hold.
     """
-    kinds: list[str] = []
+    kinds = ""
     prints: list[int] = []
     copies: list[Any] = []
-    num_chars, is_plain = 0, True
+    num_bytes, is_plain = 0, True
     for message in messages:
-        found: tuple[int, Any, int] | None = None
+        found = None
         if type(message) is dict and type(role := message.get("role")) is str:
-            kinds.append(_ROLES.get(role, OTHER))
-            content = message.get("content")
+            kinds += _ROLES.get(role, OTHER)
             # A string keeps its hash: the common shapes cost no pass over the text.
-            if type(content) is str and len(message) == 2:
-                found = hash((role, content)), message.copy(), len(content)
-            elif "tool_calls" in message:
-                found = _calls_in(message, role, content)
-            elif (
-                type(content) is str
-                and len(message) == 3
-                and type(call_id := message.get("tool_call_id")) is str
-            ):
-                found = hash((role, content, call_id)), message.copy(), len(content)
+            if _LEAVES.issuperset(map(type, message.values())):
+                prints.append(hash(frozenset(message.items())))
+                if is_plain:
+                    copies.append(message.copy())
+                    num_bytes += sum(map(sys.getsizeof, message.values()))
+                continue
+            if "tool_calls" in message:
+                found = _calls_in(message)
         else:
-            kinds.append(_kind_of_item(message))
+            kinds += _kind_of_item(message)
         if found is None:
             found = _any_message(message, is_plain)
         fingerprint, copied, num_new = found
         prints.append(fingerprint)
         if is_plain and (is_plain := copied is not None):
             copies.append(copied)
-            num_chars += num_new
-    return "".join(kinds), _pack(prints), copies, num_chars
+            num_bytes += num_new
+    return kinds, array("q", prints).tobytes(), copies, num_bytes
 
 
 def _any_message(message: Any, is_plain: bool) -> tuple[int, Any, int]:
@@ -341,7 +409,7 @@ def _any_message(message: Any, is_plain: bool) -> tuple[int, Any, int]:
     if not is_plain:
         return fingerprint, None, 0
     try:
-        return fingerprint, _copied(message), _num_chars(message)
+        return fingerprint, _copied(message), len(_bytes_of(message))
     except TypeError:
         return fingerprint, None, 0
 
@@ -373,51 +441,32 @@ def _kind_of_item(message: Any) -> str:
     return OTHER
 
 
-def _results(messages: Sequence[Any], kinds: str) -> tuple[str, ...]:
-    """Return the ids of the tool calls whose results the last input brings."""
-    found = []
-    at = kinds.find(TOOL, kinds.rfind(MODEL) + 1)
-    while at >= 0:
-        message = messages[at]
-        call_id = message.get("tool_call_id") or message.get("call_id")
-        if type(call_id) is str:
-            found.append(call_id)
-        at = kinds.find(TOOL, at + 1)
-    return tuple(found)
-
-
-def _pack(prints: list[int]) -> bytes:
-    return array("q", prints).tobytes()
-
-
-def _calls_in(
-    message: dict[str, Any], role: str, content: Any
-) -> tuple[int, dict[str, Any], int] | None:
+def _calls_in(message: dict[str, Any]) -> tuple[int, dict[str, Any], int] | None:
     """Return fingerprint, copy and size of an answer with tool calls in the usual shape.
 
     None in any other shape.
     """
-    calls = message["tool_calls"]
-    if (
-        type(calls) is not list
-        or len(message) != 2 + ("content" in message)
-        or not (content is None or type(content) is str)
-    ):
+    calls, rest = message["tool_calls"], {**message, "tool_calls": None}
+    if type(calls) is not list:
         return None
-    parts, copies = [role, content, len(message)], []
-    num_chars = 0 if content is None else len(content)
+    leaves, copies = [*rest.values()], []
     try:
         for call in calls:
-            function = call["function"]
-            texts = call["id"], call["type"], function["name"], function["arguments"]
-            if len(call) != 3 or len(function) != 2 or not _TEXT.issuperset(map(type, texts)):
+            call_id, kind, function = _CALL(call)
+            name, arguments = _FUNCTION(function)
+            # Either has these members at least: five together are no others.
+            if len(call) + len(function) != 5:
                 return None
-            parts += texts
-            copies.append({**call, "function": function.copy()})
-            num_chars += len(texts[3])
-    except (AttributeError, KeyError, TypeError):
+            leaves += call_id, kind, name, arguments
+            function = {"name": name, "arguments": arguments}
+            copies.append({"id": call_id, "type": kind, "function": function})
+    except (KeyError, TypeError):
         return None
-    return hash(tuple(parts)), {**message, "tool_calls": copies}, num_chars
+    if not _LEAVES.issuperset(map(type, leaves)):
+        return None
+    fingerprint = hash((frozenset(rest.items()), tuple(leaves[len(rest) :])))
+    rest["tool_calls"] = copies
+    return fingerprint, rest, sum(map(sys.getsizeof, leaves))
 
 
 def _fingerprint(message: Any) -> int:
@@ -436,6 +485,8 @@ def _key(value: Any) -> Any:
     if type(value) is str or value is None:
         return value
     if type(value) is dict:
+        if _LEAVES.issuperset(map(type, value.values())):
+            return frozenset(value.items())
         return frozenset([(name, _key(item)) for name, item in value.items()])
     if type(value) is list:
         return tuple([_key(item) for item in value])
@@ -448,13 +499,6 @@ def _bytes_of(value: Any) -> bytes:
     except ValueError:
         # Not plain JSON data (a model object, a date): its text stands for it.
         return repr(value).encode("utf-8", "surrogatepass")
-
-
-def _num_chars(message: Any) -> int:
-    content = message.get("content") if isinstance(message, Mapping) else message
-    if content is None:
-        return 0
-    return len(content) if isinstance(content, str) else len(_bytes_of(content))
 
 
 def _copied(value: Any) -> Any:
@@ -473,6 +517,10 @@ def _copied(value: Any) -> Any:
     if kind in _LEAVES:
         return value
     raise TypeError(f"{kind.__name__}: expected JSON data")
+
+
+def _names_of(tools: Sequence[Any]) -> tuple[str, ...]:
+    return tuple([_tool_name(tool) for tool in tools])
 
 
 def _tool_name(tool: Any) -> str:

@@ -74,7 +74,7 @@ class Binding:
     Attributes:
         family: shared with the client's copies.
         session: session of every call, or None.
-        profile: instead of the environment's, or None.
+        profile: which servers are told, and how; off as well when the environment says so.
         hosts: hosts that the user named, those of the environment included.
         server: the server of the client's calls, and whether it is told anything.
         speaker: the client, for what is said between two calls.
@@ -88,7 +88,7 @@ class Binding:
     server: Server
     speaker: Speaker
     session: Session | None = None
-    profile: Profile | None = None
+    profile: Profile
     hosts: tuple[str, ...] = ()
     defaults: Mapping[str, Any]
     ambient: Callable[[], Session | None] | None = None
@@ -114,6 +114,7 @@ def binding_of(client: Any) -> Binding:
                 family=Family(settings),
                 server=Server(settings.hosts),
                 speaker=Speaker(client),
+                profile=Profile.OFF if settings.disabled else settings.profile,
                 hosts=settings.hosts,
                 defaults=_defaults(client),
             )
@@ -123,6 +124,8 @@ def binding_of(client: Any) -> Binding:
 
 def bind(client: Any, binding: Binding, **changes: Any) -> None:
     """Give a copy of a client the binding of its original, with ``changes``."""
+    if binding.family.settings.disabled:
+        changes["profile"] = Profile.OFF
     own = dataclasses.replace(
         binding,
         server=Server(changes.get("hosts", binding.hosts)),

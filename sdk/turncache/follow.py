@@ -87,12 +87,11 @@ class Follower(Generic[T]):
         if reading.previous is not None:
             return self._place_by_answer(reading, reading.previous)
         key, cause = self._find(reading)
-        line = self._lines[key]
-        self._lines.move_to_end(key)
-        history = reading.history
-        line.system = reading.system
-        line.tip = history
-        self._remember(key, line, hash(history), cause)
+        lines = self._lines
+        line = lines[key]
+        lines.move_to_end(key)
+        line.system, line.tip = reading.system, reading.history
+        self._remember(key, line, hash(line.tip), cause)
         return Placement(line.owner, key, cause)
 
     def answered(self, key: int, answer_id: str) -> None:
@@ -104,14 +103,14 @@ class Follower(Generic[T]):
     def _find(self, reading: Reading) -> tuple[int, Cause | None]:
         history, points = reading.history, self._points
         elsewhere: T | None = None
-        length = len(history) // FINGERPRINT_BYTES
+        length, point = len(history) // FINGERPRINT_BYTES, history
         for _ in range(_MAX_POINTS_TRIED):
-            for key, cause in points.get(hash(history[: length * FINGERPRINT_BYTES]), ()):
+            for key, cause in points.get(hash(point), ()):
                 line = self._lines[key]
                 if line.model != reading.model:
                     elsewhere = line.owner if elsewhere is None else elsewhere
                 elif line.system == reading.system or _has_answer(reading, length):
-                    if len(history) == length * FINGERPRINT_BYTES:
+                    if point is history:
                         return key, cause
                     if _goes_on(line.tip, history):
                         return key, None
@@ -119,6 +118,7 @@ class Follower(Generic[T]):
             length = reading.point_before(length)
             if not length:
                 break
+            point = history[: length * FINGERPRINT_BYTES]
         return self._open(reading, elsewhere), None
 
     def _place_by_answer(self, reading: Reading, answer_id: str) -> Placement[T]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from turncache.advice import Finding, Match, Shape, is_continued, match, shape_of
+from turncache.advice import Finding, Match, Shape, match, shape_of
 from turncache.answers import ToolCall
 from turncache.calls import Reading
 from turncache.records import Call
@@ -72,12 +72,18 @@ class Ledger:
         self._waiting: dict[str, Waiting] | None = None
         self._answers: OrderedDict[str, tuple[int, int]] | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether the results of tool calls are awaited."""
+        return bool(self._waiting)
+
     def begin(self, call: Call) -> None:
         """Take a call that is about to be made."""
         self.num_calls += 1
-        self.calls.append(call)
-        if len(self.calls) > self._max_calls:
-            del self.calls[0]
+        calls = self.calls
+        calls.append(call)
+        if len(calls) > self._max_calls:
+            del calls[0]
 
     def shape_before(self, reading: Reading) -> Shape | None:
         """Return the shape of the call that ``reading`` follows, and keep the reading's.
@@ -88,16 +94,19 @@ class Ledger:
         the latest that the content matches is meant.
         """
         lineages = self._lineages
-        if lineages and is_continued(lineages[-1], reading):
+        new_system, new_history, new_tools = shape = shape_of(reading)
+        if lineages:
+            system, history, tools = lineages[-1]
             # What nearly every call does: nothing broke, and there is nothing to compare.
-            lineages[-1] = shape_of(reading)
-            return None
+            if new_history.startswith(history) and new_system == system and new_tools == tools:
+                lineages[-1] = shape
+                return None
         before: Shape | None = None
         for at in range(len(lineages) - 1, -1, -1):
             if match(lineages[at], reading) is Match.SAME_LINE:
                 before = lineages.pop(at)
                 break
-        lineages.append(shape_of(reading))
+        lineages.append(shape)
         if len(lineages) > MAX_LINEAGES:
             del lineages[0]
         return before

@@ -436,7 +436,7 @@ def format_call(
     if call is not None:
         text += f", call={call:d}"
     if cause is not None:
-        text += f", cause={cause.value}"
+        text += f", cause={cause}"
     return text + _standing_members(retain_s, priority)
 
 

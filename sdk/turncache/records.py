@@ -109,11 +109,9 @@ class Call:
         """Take how the call ended; the first ending that says so sets the time."""
         if self.ended_s is None:
             self.ended_s = ended_s
-        boundary = ending.boundary
-        self.boundary = Boundary.FINAL if boundary is not None and self.final else boundary
-        self.prompt = ending.prompt
-        self.cached = ending.cached
-        self.error = ending.failed
+        self.boundary, _, self.prompt, self.cached, _, self.error = ending
+        if self.final and self.boundary is not None:
+            self.boundary = Boundary.FINAL
 
     def fail(self, ended_s: float, error: str) -> None:
         """Take that the call ended with an error, given by its name."""

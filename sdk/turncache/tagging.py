@@ -6,11 +6,11 @@ Sync and async clients share all of it; nothing here waits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from turncache import scope as scopes
-from turncache import spans, untagged, wire
+from turncache import untagged, wire
 from turncache._lock import LOCK
 from turncache.advice import ADVISER, Break, Finding, findings
 from turncache.attempt import Attempt, complain
@@ -54,14 +54,15 @@ _FOREIGN: Final = Choice(nobodys=Untagged.FOREIGN_ID)
 _FOLLOWED: Final = Choice(follow=True)
 
 
-class _Entry(NamedTuple):
-    """A call as it was entered into its session's ledger."""
-
-    call: Call
-    session: Session | None = None
-    headers: dict[str, str] | None = None
-    line: tuple[Follower[Session], int] | None = None
-    findings: tuple[Finding, ...] = ()
+#: A call as it was entered into its session's ledger: the call, its session, the headers that
+#: say so, the line that placed it, and what broke reuse.
+_Entry: TypeAlias = tuple[
+    Call,
+    Session | None,
+    dict[str, str] | None,
+    tuple[Follower[Session], int] | None,
+    Sequence[Finding],
+]
 
 
 def begin(
@@ -76,9 +77,9 @@ def begin(
         options: upstream's ``FinalRequestOptions``.
         stream: whether the answer is streamed.
     """
-    if options.url.partition("?")[0] not in PATHS or options.method.lower() != "post":
+    if options.url not in PATHS and options.url.partition("?")[0] not in PATHS:
         return None
-    if binding.family.settings.disabled or _profile(binding) is Profile.OFF:
+    if options.method.lower() != "post" or binding.profile is Profile.OFF:
         return None
     try:
         return _begin(binding, base_url, cast_to, options, stream)
@@ -93,62 +94,54 @@ def _begin(
     family = binding.family
     host, told = binding.server.at(base_url)
     explicit = wire.explicit_headers(binding.defaults, options)
-    body = _body(options)
-    choice = choose(binding, explicit, body)
-    why = _why_untagged(choice, told, body)
+    body = options.json_data
+    if options.extra_json or not isinstance(body, dict):
+        body = _body(options)
+    owner, follow, why = choose(binding, explicit, body)
     if why is not None:
         untagged.count(why)
-        if choice.nobodys is not None or (choice.follow and told is Audience.NEVER):
+        return None
+    if told is not Audience.TOLD or (follow and "prompt" in body):
+        # Nothing is said to a server that has not shown that it listens, and a text says too
+        # little of which conversation it continues.
+        untagged.count(Untagged.TEXT if told is Audience.TOLD else Untagged.NOT_TOLD)
+        if follow and told is Audience.NEVER:
             return None
+        follow = False
     with LOCK.held:
-        entry = _enter(family, choice, body, explicit, follow=choice.follow and why is None)
-    call, owner, headers, line, found = entry
+        call, owner, headers, line, found = _enter(family, owner, body, explicit, follow=follow)
     if found and owner is not None:
         for finding in found:
             ADVISER.say(owner.id, finding)
     attempt = Attempt(
-        call=call,
-        session=owner,
-        host=host,
-        clock=family.clock,
-        line=line,
+        call,
+        owner,
+        host,
+        family.clock,
+        line,
         server_keeps=options.url.startswith(_RESPONSES),
         may_teach=told is Audience.UNKNOWN,
     )
-    if attempt.span is not None:
-        spans.tell_start(attempt.span, call, owner)
     attempt.asks_raw = (
         not stream and told is not Audience.NEVER and wire.can_ask_raw(cast_to, explicit)
     )
     extra_json = None
-    if told is not Audience.TOLD or headers is None:
-        headers = None
-    else:
-        if owner is not None:
-            owner.ledger.speaker = binding.speaker
-            if _profile(binding) is Profile.VLLM:
-                extra_json = wire.body_members(options, _tags(owner, call))
-        headers = _headers(headers, explicit)
-    # An answer that we parse is seen when it is; its parser only matters if it is another's.
-    seen = stream or (attempt.asks_raw and not callable(options.post_parser))
-    attempt.options = wire.dress(
-        options,
-        headers=headers,
-        extra_json=extra_json,
-        post_parser=None if seen else wire.observer(options, attempt.parsed, attempt.keep),
-    )
-    return attempt
-
-
-def _why_untagged(choice: Choice, told: Audience, body: Mapping[str, Any]) -> Untagged | None:
-    """Return why nothing of a session is said, or None when it is said."""
-    if choice.nobodys is not None:
-        return choice.nobodys
-    # Nothing is said to a server that has not shown that it listens, and a text says too
-    # little of which conversation it continues.
     if told is not Audience.TOLD:
-        return Untagged.NOT_TOLD
-    return Untagged.TEXT if choice.follow and "prompt" in body else None
+        headers = None
+    elif headers is not None and owner is not None:
+        owner.ledger.speaker = binding.speaker
+        in_body = binding.profile is Profile.VLLM
+        extra_json = wire.body_members(options, _tags(owner, call)) if in_body else None
+        if LOG.isEnabledFor(logging.DEBUG):
+            LOG.debug("session %s: %s", headers[SESSION_HEADER], headers[CALL_HEADER])
+        if explicit:
+            headers = _not_given(headers, explicit)
+    post_parser = None
+    # An answer that we parse is seen when it is; its parser only matters if it is another's.
+    if not stream and (not attempt.asks_raw or callable(options.post_parser)):
+        post_parser = wire.observer(options, attempt.parsed, attempt.keep)
+    attempt.options = wire.dress(options, headers, extra_json, post_parser)
+    return attempt
 
 
 def choose(binding: Binding, explicit: Mapping[str, Any], body: Mapping[str, Any]) -> Choice:
@@ -191,7 +184,7 @@ def _unless_ended(owner: Session, *, ended: bool) -> Choice:
 
 def _enter(
     family: Family,
-    choice: Choice,
+    owner: Session | None,
     body: Mapping[str, Any],
     explicit: Mapping[str, Any],
     *,
@@ -199,14 +192,15 @@ def _enter(
 ) -> _Entry:
     """Enter the call into its session's ledger, under the lock."""
     now_s = family.clock()
-    owner = choice.session
-    line, cause = None, None
+    line = cause = None
     if owner is None and not follow:
-        return _Entry(Call(started_s=now_s, model=str(body.get("model") or "")))
+        call = Call(started_s=now_s, model=str(body.get("model") or ""))
+        return call, None, None, None, ()
     reading = read_call(body, family.memo)
     if owner is None:
-        owner, key, cause = family.follower.place(reading)
-        line = (family.follower, key)
+        follower = family.follower
+        owner, key, cause = follower.place(reading)
+        line = follower, key
     turn, number = reading.turn, reading.call
     if reading.previous is not None:
         turn, number = _place(owner, reading, reading.previous)
@@ -225,7 +219,7 @@ def _enter(
     owner.ledger.begin(call)
     found = _learn(owner, reading, now_s)
     headers = owner.call_headers(call, tools=TOOL_DURATIONS.rows(reading.tools.names))
-    return _Entry(call, owner, headers, line, found)
+    return call, owner, headers, line, found
 
 
 def _tags(owner: Session, call: Call) -> CallTags:
@@ -241,11 +235,15 @@ def _place(owner: Session, reading: Reading, previous: str) -> tuple[int | None,
     return (turn, call + 1) if reading.cause is Cause.TOOL else (turn + 1, 1)
 
 
-def _learn(owner: Session, reading: Reading, now_s: float) -> tuple[Finding, ...]:
+def _learn(owner: Session, reading: Reading, now_s: float) -> Sequence[Finding]:
     """Take from the request how long its tools ran, and what broke reuse since the last."""
     ledger = owner.ledger
     found: list[Finding] = []
-    if reading.results and (results := ledger.take_results(reading.results)):
+    if (
+        ledger.waits
+        and reading.cause is Cause.TOOL
+        and (results := ledger.take_results(reading.results))
+    ):
         answered_s = max(waiting.answered_s for waiting in results.values())
         TOOL_DURATIONS.observe([waiting.name for waiting in results.values()], now_s - answered_s)
         found = _rewritten(reading, results)
@@ -253,11 +251,9 @@ def _learn(owner: Session, reading: Reading, now_s: float) -> tuple[Finding, ...
         before = ledger.shape_before(reading)
         if before is not None:
             found += findings(before, reading)
-    if not found:
-        return ()
     for finding in found:
         ledger.note(finding)
-    return tuple(found)
+    return found
 
 
 def _rewritten(reading: Reading, results: Mapping[str, Waiting]) -> list[Finding]:
@@ -269,17 +265,9 @@ def _rewritten(reading: Reading, results: Mapping[str, Waiting]) -> list[Finding
     return []
 
 
-def _headers(headers: dict[str, str], explicit: Mapping[str, Any]) -> dict[str, str]:
-    """Return the headers to add: those of ours that the caller has not given itself."""
-    if LOG.isEnabledFor(logging.DEBUG):
-        LOG.debug("session %s: %s", headers.get(SESSION_HEADER), headers.get(CALL_HEADER))
-    if explicit:
-        return {name: value for name, value in headers.items() if name.lower() not in explicit}
-    return headers
-
-
-def _profile(binding: Binding) -> Profile:
-    return binding.profile or binding.family.settings.profile
+def _not_given(headers: dict[str, str], explicit: Mapping[str, Any]) -> dict[str, str]:
+    """Return those headers of ours that the caller has not given itself."""
+    return {name: text for name, text in headers.items() if name.lower() not in explicit}
 
 
 def _body(options: Any) -> Mapping[str, Any]:

@@ -96,7 +96,6 @@ def _parametrised(response: Any, cast_to: Any) -> Any:
 
 def dress(
     options: Any,
-    *,
     headers: Mapping[str, str] | None = None,
     extra_json: Mapping[str, Any] | None = None,
     post_parser: Callable[[Any], Any] | None = None,

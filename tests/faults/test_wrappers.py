@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import gc
+import json
 import pickle
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -77,17 +78,38 @@ def test_async_streaming_response_not_recorded(server: FakeServer) -> None:
         {"choices": []},
         {"choices": [{"index": 0, "finish_reason": "stop"}]},
         {"choices": [{"index": 0, "finish_reason": "tool_calls", "message": None}]},
+        {"choices": [{"index": 0, "finish_reason": "stop", "message": {"tool_calls": 3}}]},
         {"choices": "none", "usage": "none"},
     ],
 )
 def test_bookkeeping_replaces_the_answer(answer: Any) -> None:
-    """Whatever a server sends, the caller gets what the stock client gives."""
-    recorder = Recorder(lambda _: HTTPX.Response(200, json=answer, headers={"turncache": "v=1"}))
-    results = []
-    for kind in (openai.OpenAI, turncache.OpenAI):
-        with recorder.client(kind, base_url=BASE_URL) as client, turncache.session():
-            results.append(ask(client))
+    """Whatever a server sends, whole, streamed or awaited, the caller gets what the stock
+    client gives, an error included.
+    """
+    headers = {"turncache": "v=1"}
+    events = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
+    whole = Recorder(lambda _: HTTPX.Response(200, json=answer, headers=headers))
+    streamed = Recorder(lambda _: HTTPX.Response(200, text=events, headers=headers))
+
+    async def main(kind: type[openai.AsyncOpenAI]) -> Any:
+        async with whole.client(kind, base_url=BASE_URL) as client, turncache.session():
+            return await ask(client)
+
+    results: list[list[Any]] = []
+    for kind, awaited in (
+        (openai.OpenAI, openai.AsyncOpenAI),
+        (turncache.OpenAI, turncache.AsyncOpenAI),
+    ):
+        with turncache.session(), whole.client(kind, base_url=BASE_URL) as client:
+            results.append([ask(client), asyncio.run(main(awaited))])
+        with turncache.session(), streamed.client(kind, base_url=BASE_URL) as client:
+            try:
+                stream = client.chat.completions.create(model="m", messages=HELLO, stream=True)
+                results[-1] += stream
+            except Exception as error:  # noqa: BLE001 - whatever upstream makes of it
+                results[-1].append(repr(error))
     assert results[0] == results[1]
+    assert len(results[0]) == 3
 
 
 def test_subclass_not_taken_for_a_client() -> None:
@@ -137,15 +159,20 @@ def test_current_session_in_a_module_global(client: turncache.OpenAI, server: Fa
             owner = turncache.session_of(answer)
             seen.append((name, None if owner is None else owner.id))
 
-    async def in_task(name: str) -> None:
+    recorder = Recorder()
+
+    async def in_task(awaited: Any, name: str) -> None:
         async with turncache.session(name):
             await asyncio.sleep(0)
-            current = turncache.current_session()
+            answer = await ask(awaited)
+            current, owner = turncache.current_session(), turncache.session_of(answer)
+            assert current is owner
             seen.append((name, None if current is None else current.id))
         assert turncache.current_session() is None
 
     async def main() -> None:
-        await asyncio.gather(*(in_task(f"task{at}") for at in range(50)))
+        async with recorder.client(turncache.AsyncOpenAI, base_url=BASE_URL) as awaited:
+            await asyncio.gather(*(in_task(awaited, f"task{at}") for at in range(50)))
 
     with ThreadPoolExecutor(50) as pool:
         list(pool.map(in_thread, [f"thread{at}" for at in range(50)]))
@@ -154,6 +181,9 @@ def test_current_session_in_a_module_global(client: turncache.OpenAI, server: Fa
     assert all(name == found for name, found in seen)
     assert sorted(filter(None, session_ids(server.requests))) == sorted(
         f"thread{at}" for at in range(50)
+    )
+    assert sorted(filter(None, session_ids(recorder.requests))) == sorted(
+        f"task{at}" for at in range(50)
     )
 
 

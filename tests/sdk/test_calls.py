@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from typing import Any
 
 import pytest
@@ -164,10 +165,14 @@ MESSAGES = st.lists(
 )
 
 
-@given(histories=st.lists(MESSAGES, max_size=5), limit=st.sampled_from([1, 2, 32]))
-def test_the_memo_never_changes_a_reading(histories: list[Any], limit: int) -> None:
-    """Whatever was read before, kinds and fingerprints are those of a fresh reading."""
-    memo = Memo(max_histories=limit, max_chars=40)
+@given(
+    histories=st.lists(MESSAGES, max_size=5),
+    limit=st.sampled_from([1, 2, 32]),
+    max_bytes=st.sampled_from([1500, 100_000]),
+)
+def test_the_memo_never_changes_a_reading(histories: list[Any], limit: int, max_bytes: int) -> None:
+    """Whatever was read before, a reading is what it would be without."""
+    memo = Memo(max_histories=limit, max_bytes=max_bytes)
     grown: list[Any] = []
     for history in histories:
         grown = [*grown, *history]
@@ -183,6 +188,34 @@ def test_going_on_never_lowers_turn_or_call(kinds: str) -> None:
     asked = place_in_turn(kinds + "mu")
     assert asked[1:] == (1, Cause.USER)
     assert place_in_turn(kinds + "mumu") == (asked[0] + 1, 1, Cause.USER)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_long_history_is_placed_like_a_fresh_one(seed: int) -> None:
+    """What is counted while a history grows stays what its letters say."""
+    shapes = {"s": system(), "u": user(), "m": CALLS, "t": result(), "o": {"role": "odd"}}
+    chance = random.Random(seed)
+    memo = Memo()
+    messages: list[Any] = [user(), CALLS, result()]
+    for _ in range(12):
+        weights = (1, chance.choice((0, 1)), 30, 30, 1)
+        kinds = chance.choices("sumto", weights, k=chance.randrange(1, 90))
+        messages += [shapes[kind] for kind in kinds]
+        known, _, turn, call = memo.read(messages)
+        assert (turn, call) == place_in_turn(known)[:2]
+        earlier = messages[: chance.randrange(1, len(messages))]
+        assert memo.read(earlier) == Memo().read(earlier)
+
+
+def test_tools_are_read_once() -> None:
+    """The same definitions give the same names, and no more are kept than may be."""
+    memo = Memo()
+    for number in range(100):
+        tools = [{"type": "function", "function": {"name": f"f{number}"}}]
+        assert memo.read_tools(tools) == read_tools(tools)
+        assert memo.read_tools(copy.deepcopy(tools)) is memo.read_tools(tools)
+    assert len(memo._tools) <= 32
+    assert memo.read_tools(()) is memo.read_tools([]) is NO_TOOLS
 
 
 @given(history=MESSAGES, data=st.data())
@@ -213,13 +246,13 @@ def test_arguments_that_were_changed_in_place_are_noticed() -> None:
 
 def test_old_histories_leave_the_memo() -> None:
     """The memo holds no more text than it may."""
-    memo = Memo(max_histories=2, max_chars=1000)
+    memo = Memo(max_histories=2, max_bytes=1000)
     for number in range(9):
         memo.read([user(f"{number}"), assistant(), user(), user("x" * 300)])
         assert len(memo._histories) <= 2
-        assert memo._num_chars <= 1000
+        assert memo._num_bytes <= 1000
     memo.read([user("big"), assistant(), user(), user("x" * 5000)])
-    assert memo._num_chars == 0
+    assert memo._num_bytes == 0
 
 
 def test_tools_are_named_in_order() -> None:

@@ -218,6 +218,16 @@ def test_off_is_off(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> N
     assert turncache.session_of(answer) is None
 
 
+def test_disabled_is_stronger_than_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TURNCACHE_DISABLED turns off clients whose code names another profile, too."""
+    monkeypatch.setenv("TURNCACHE_DISABLED", "1")
+    own = Recorder(_with_our_header)
+    with own.client(turncache.OpenAI, base_url=LOCAL) as client, turncache.session() as session:
+        ask(client.with_profile("vllm").with_session(session))
+    assert ours(own.requests[0]) == set()
+    assert session.calls == ()
+
+
 def test_off_for_one_client() -> None:
     """with_profile("off") turns one client off, and its copies."""
     own = Recorder()
