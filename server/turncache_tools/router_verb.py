@@ -82,10 +82,7 @@ def router(
             fleet = f"{len(engines)} engines"
             if settings.kubernetes_selector:
                 fleet = f"engines that Kubernetes names ({settings.kubernetes_selector})"
-            write(
-                f"{config}: {fleet}, {scheme}://{settings.host}:{settings.port}"
-                f"{secret}, {who}"
-            )
+            write(f"{config}: {fleet}, {scheme}://{settings.host}:{settings.port}{secret}, {who}")
             write("limits: " + ", ".join(f"{name} {getattr(settings, name):,}" for name in _LIMITS))
         return
     from turncache_server.router.app import run  # noqa: PLC0415 - a check needs no server

@@ -70,6 +70,15 @@ def test_a_key_is_made_and_counted(turncache: Run, tmp_path: Path) -> None:
     assert json.loads(turncache(*check, "--json").out)["tenants"] == ["ops", "red"]
 
 
+def test_a_check_needs_no_cluster(turncache: Run, tmp_path: Path) -> None:
+    """Which engines Kubernetes names is asked when the router starts."""
+    path = tmp_path / "router.toml"
+    path.write_text('kubernetes_selector = "app=turncache"')
+    ran = turncache("router", "--config", str(path), "--check")
+    assert ran.code == 0
+    assert "engines that Kubernetes names (app=turncache)" in ran.out
+
+
 def test_a_wrong_configuration_names_the_setting(turncache: Run, tmp_path: Path) -> None:
     """The code is 2."""
     path = tmp_path / "router.toml"

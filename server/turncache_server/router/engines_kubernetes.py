@@ -250,8 +250,9 @@ def _in_cluster() -> Any:
             "needs the package kubernetes: pip install 'turncache[kubernetes]'",
         ) from error
     settings = client.Configuration()
+    load: Any = config.load_incluster_config  # without types
     try:
-        config.load_incluster_config(settings)
+        load(settings)
     except config.ConfigException as error:
         raise ConfigError(
             "kubernetes_selector",

@@ -9,6 +9,8 @@ are asked for and nowhere else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,6 +56,7 @@ class Traces:
     Args:
         tracer: makes spans.
         close: sends what is left; may block.
+        close_s: longest that the end waits for it.
         now_ns: wall time in nanoseconds.
     """
 
@@ -62,12 +65,14 @@ class Traces:
         tracer: Tracer,
         *,
         close: Callable[[], object] = lambda: None,
+        close_s: float = 2.0,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415 - an extra
 
         self._tracer = tracer
         self._close = close
+        self._close_s = close_s
         self._now_ns = now_ns
         self._propagator = tracecontext.TraceContextTextMapPropagator()
         self._open: dict[str, _Open] = {}
@@ -101,8 +106,19 @@ class Traces:
         return headers
 
     async def close(self) -> None:
-        """Send what is left, beside the loop."""
-        await asyncio.to_thread(self._close)
+        """Send what is left; a collector that is away must not hold up the router's end."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def send() -> None:
+            self._close()
+            with contextlib.suppress(RuntimeError):  # nobody waits any more
+                loop.call_soon_threadsafe(done.set)
+
+        # Not the loop's own threads: it waits for them, and the exporter's retries take 10 s.
+        threading.Thread(target=send, name="send spans", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._close_s):
+                await done.wait()
 
     def _begin(self, event: CallStarted) -> None:
         from opentelemetry.context import Context  # noqa: PLC0415

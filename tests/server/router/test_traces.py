@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -209,6 +210,15 @@ async def test_spans_go_out_by_otlp(monkeypatch: pytest.MonkeyPatch) -> None:
     body = b"".join(got)
     assert answer.headers["x-request-id"].encode() in body
     assert b"turncache-router" in body
+
+
+async def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
+    """What it has not taken by then is lost."""
+    hang = threading.Event()
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+    await Traces(tracer, close=hang.wait, close_s=0.01).close()
+    assert not hang.is_set()
+    hang.set()
 
 
 async def test_without_the_packages_the_router_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
