@@ -198,10 +198,10 @@ def notes(report: Report) -> list[str]:
         if "why" in found:
             out.append(f"{name}: answers were not compared: {found['why']}.")
         else:
-            edited = "differs as well" if found["edited_differs"] else "is off's"
+            edited = "differs" if found["edited_differs"] else "is off's"
             out.append(
                 f"{name}: {found['different']} of {found['compared']} answers to equal prompts "
-                f"differ from off's; the one after an edit of the history {edited}."
+                f"differ from off's; the answer after an edit of the history {edited}."
             )
     out += [f"{each.name}: not measurable here: {each.why}." for each in report.missing]
     out += [f"{name}: {value}" for name, value in report.run.stack.items()]
