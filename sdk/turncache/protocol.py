@@ -555,15 +555,23 @@ def format_tools(durations_s: Mapping[str, float]) -> str:
         ordered = [(ANY_TOOL, durations_s[ANY_TOOL]), *durations_s.items()]
     seen: set[str] = set()
     for name, seconds in ordered:
-        if name in seen or not _KEY.fullmatch(name) or not 0 <= seconds <= _LONGEST_TOOL_S:
+        row = None if name in seen else _tool_row(name, seconds)
+        if row is None:
             continue
-        row = f"{name}={_format_item(TOOLS_HEADER, float(seconds))}"
         if len(rows) == MAX_TOOLS or size + len(row) + 2 > MAX_TOOLS_BYTES:
             break
         seen.add(name)
         rows.append(row)
         size += len(row) + 2
     return ", ".join(rows)
+
+
+# The tools of an agent come with every call, and few of their durations change between two.
+@functools.lru_cache(maxsize=1024)
+def _tool_row(name: str, seconds: float) -> str | None:
+    if not _KEY.fullmatch(name) or not 0 <= seconds <= _LONGEST_TOOL_S:
+        return None
+    return f"{name}={_format_item(TOOLS_HEADER, float(seconds))}"
 
 
 def parse_tools(text: str) -> dict[str, float]:
