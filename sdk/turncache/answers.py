@@ -67,18 +67,20 @@ NOTHING: Final = Ending()
 def read_answer(answer: Any) -> Ending:
     """Read a chat completion, a response, or a completion; objects and mappings alike."""
     try:
-        # The usual shape: one choice, and no tool calls in it.
+        # The usual shape: one choice.
         answer_id, usage, (choice,) = _COMPLETION(answer)
         reason, calls = _CHOICE(choice)
         prompt, details = (None, None) if usage is None else _USAGE(usage)
         cached = None if details is None else details.cached_tokens
     except (AttributeError, TypeError, ValueError):
         return _read_any(answer)
+    boundary = Boundary.USER if reason else None
+    tools: tuple[ToolCall, ...] = ()
     if calls:
-        return _read_any(answer)
+        boundary, tools = _read_calls(calls, (reason,))
     return Ending(
-        Boundary.USER if reason else None,
-        (),
+        boundary,
+        tools,
         prompt if type(prompt) is int else None,
         cached if type(cached) is int else None,
         answer_id if type(answer_id) is str else None,
@@ -208,16 +210,22 @@ def _boundary(finish: Iterable[Any], tools: tuple[ToolCall, ...]) -> Boundary | 
 
 
 def _read_choices(choices: Sequence[Any]) -> tuple[Boundary | None, tuple[ToolCall, ...]]:
-    found: list[ToolCall] = []
+    calls: list[Any] = []
     reasons = []
     for choice in choices:
         of = dict.get if isinstance(choice, dict) else getattr
         reasons.append(of(choice, "finish_reason", None))
-        for item in _get(of(choice, "message", None), "tool_calls") or ():
-            inner = _get(item, "function") or _get(item, "custom")
-            found.extend(_tool_call(_get(item, "id"), inner))
-    if not found:
-        return Boundary.USER if any(reasons) else None, ()
+        calls.extend(_get(of(choice, "message", None), "tool_calls") or ())
+    return _read_calls(calls, reasons)
+
+
+def _read_calls(
+    calls: Iterable[Any], reasons: Iterable[Any]
+) -> tuple[Boundary | None, tuple[ToolCall, ...]]:
+    found: list[ToolCall] = []
+    for item in calls:
+        inner = _get(item, "function") or _get(item, "custom")
+        found.extend(_tool_call(_get(item, "id"), inner))
     boundary = _boundary(reasons, tuple(found))
     return boundary, tuple(found) if boundary is Boundary.TOOL else ()
 

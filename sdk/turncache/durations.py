@@ -8,6 +8,7 @@ measurements at the same moment may keep one of them.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections import OrderedDict
@@ -80,12 +81,18 @@ class Durations:
         if not self._any.samples_s:
             return {}
         out = {ANY_TOOL: self._any.median_s}
-        for name in names:
-            key = tool_key(name)
-            row = self._rows.get(key)
+        rows = self._rows
+        for key in filter(rows.__contains__, _keys_of(tuple(names))):
+            row = rows.get(key)
             if row is not None:
                 out[key] = row.median_s
         return out
+
+
+# The same tools are offered with every call of an agent.
+@functools.lru_cache(maxsize=256)
+def _keys_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(tool_key, names))
 
 
 def _rounded(seconds: float) -> float:

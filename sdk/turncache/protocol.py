@@ -1,7 +1,8 @@
 """The wire contract: every header, field and word that crosses a process.
 
 Standard library only, so that client, router and engine can share it. Names live
-here and nowhere else.
+here and nowhere else; how a header's text is parsed and written is in
+:mod:`turncache.structured_fields`.
 
 Version history of :data:`PROTOCOL_VERSION`:
 
@@ -23,6 +24,14 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from turncache.errors import ProtocolError
+from turncache.structured_fields import Item as Item  # noqa: PLC0414 - a part of the contract
+from turncache.structured_fields import (
+    format_dictionary as format_dictionary,  # noqa: PLC0414 - likewise
+)
+from turncache.structured_fields import format_item, is_key, shown
+from turncache.structured_fields import (
+    parse_dictionary as parse_dictionary,  # noqa: PLC0414 - likewise
+)
 
 PROTOCOL_VERSION: Final = 1
 
@@ -52,7 +61,6 @@ MAX_PRIORITY: Final = 100
 DEFAULT_PRIORITY: Final = 50
 
 _VISIBLE_ASCII = re.compile(r"[\x21-\x7e]+")
-_PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]*")
 
 
 class Boundary(enum.StrEnum):
@@ -116,136 +124,6 @@ class Mode(enum.StrEnum):
     ON = "on"
 
 
-# --- structured fields (RFC 9651) ------------------------------------------------
-
-_KEY = re.compile(r"[a-z*][a-z0-9_\-.*]*")
-_NUMBER = re.compile(r"-?(?:[0-9]{1,12}\.[0-9]{1,3}|[0-9]{1,15})")
-_TOKEN = re.compile(r"[A-Za-z*][A-Za-z0-9!#$%&'*+\-.^_`|~:/]*")
-
-#: A bare item: ``bool``, ``int``, ``float`` or ``str``.
-Item = bool | int | float | str
-
-
-def parse_dictionary(header: str, text: str) -> dict[str, Item]:
-    """Parse a structured-field dictionary of bare items (RFC 9651, 3.2).
-
-    Parameters of members are read and dropped; inner lists, byte sequences and
-    dates are refused because no header of ours has them. A repeated key keeps its
-    last value, as the RFC says.
-
-    Raises:
-        ProtocolError: naming ``header`` and the position of the first bad character.
-    """
-    out: dict[str, Item] = {}
-    at = _skip(text, 0, " ")
-    while at < len(text):
-        match = _KEY.match(text, at)
-        if match is None:
-            raise ProtocolError(header, f"no dictionary key at character {at} of {text!r}")
-        key, at = match.group(), match.end()
-        value: Item = True
-        if text[at : at + 1] == "=":
-            value, at = _item(header, text, at + 1)
-        at = _parameters(header, text, at)
-        out[key] = value
-        at = _skip(text, at, " \t")
-        if at == len(text):
-            break
-        if text[at] != ",":
-            raise ProtocolError(header, f"expected ',' at character {at} of {text!r}")
-        at = _skip(text, at + 1, " \t")
-        if at == len(text):
-            raise ProtocolError(header, f"trailing ',' in {text!r}")
-    return out
-
-
-def format_dictionary(members: Mapping[str, Item], *, header: str = "dictionary") -> str:
-    """Serialise a dictionary of bare items (RFC 9651, 4.1.2).
-
-    Raises:
-        ProtocolError: naming ``header``, for a key or value that the standard cannot express.
-    """
-    for key in members:
-        if not _KEY.fullmatch(key):
-            raise ProtocolError(header, f"{_shown(key)} is no dictionary key")
-    return ", ".join(
-        key if value is True else f"{key}={_format_item(header, value)}"
-        for key, value in members.items()
-    )
-
-
-def _skip(text: str, at: int, what: str) -> int:
-    while at < len(text) and text[at] in what:
-        at += 1
-    return at
-
-
-def _parameters(header: str, text: str, at: int) -> int:
-    while text[at : at + 1] == ";":
-        at = _skip(text, at + 1, " ")
-        match = _KEY.match(text, at)
-        if match is None:
-            raise ProtocolError(header, f"no parameter name at character {at} of {text!r}")
-        at = match.end()
-        if text[at : at + 1] == "=":
-            _, at = _item(header, text, at + 1)
-    return at
-
-
-def _item(header: str, text: str, at: int) -> tuple[Item, int]:
-    first = text[at : at + 1]
-    if first == '"':
-        return _string(header, text, at)
-    if first == "?":
-        flag = text[at + 1 : at + 2]
-        if flag in ("0", "1"):
-            return flag == "1", at + 2
-    elif match := _NUMBER.match(text, at):
-        number = match.group()
-        return (float(number) if "." in number else int(number)), match.end()
-    elif match := _TOKEN.match(text, at):
-        return match.group(), match.end()
-    raise ProtocolError(header, f"no item at character {at} of {text!r}")
-
-
-def _string(header: str, text: str, at: int) -> tuple[str, int]:
-    out: list[str] = []
-    here = at + 1
-    while here < len(text):
-        char = text[here]
-        if char == '"':
-            return "".join(out), here + 1
-        if char == "\\":
-            here += 1
-            char = text[here : here + 1]
-            if char not in ('"', "\\"):
-                raise ProtocolError(header, f"bad escape at character {here} of {text!r}")
-        elif not " " <= char <= "~":
-            raise ProtocolError(header, f"character {char!r} is not allowed in a string")
-        out.append(char)
-        here += 1
-    raise ProtocolError(header, f"string without end at character {at} of {text!r}")
-
-
-def _format_item(header: str, value: Item) -> str:
-    if isinstance(value, bool):
-        return "?1" if value else "?0"
-    if isinstance(value, (int, float)):
-        # Compared first: the digits of a very long integer cannot even be shown.
-        if not abs(value) < 10**15:
-            raise ProtocolError(header, "a number of more than 15 digits")
-        shown = str(value) if isinstance(value, int) else f"{value:.3f}".rstrip("0")
-        shown += "0" if shown.endswith(".") else ""
-        if not _NUMBER.fullmatch(shown):
-            raise ProtocolError(header, f"{shown}: more than 12 digits before the point")
-        return shown
-    if _TOKEN.fullmatch(value):
-        return value
-    if not _PRINTABLE_ASCII.fullmatch(value):
-        raise ProtocolError(header, f"{_shown(value)}: expected printable ASCII characters")
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
 # --- sessions --------------------------------------------------------------------
 
 
@@ -258,7 +136,7 @@ def check_session_id(value: str, *, field_name: str = SESSION_HEADER) -> str:
     if not _VISIBLE_ASCII.fullmatch(value):
         raise ProtocolError(
             field_name,
-            f"{_shown(value)} is no session id: expected 1 to {MAX_SESSION_ID_CHARS} visible "
+            f"{shown(value)} is no session id: expected 1 to {MAX_SESSION_ID_CHARS} visible "
             "ASCII characters without spaces; hash or percent-encode other names",
         )
     if len(value) > MAX_SESSION_ID_CHARS:
@@ -268,11 +146,6 @@ def check_session_id(value: str, *, field_name: str = SESSION_HEADER) -> str:
             "hash longer names",
         )
     return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 class SessionSource(enum.StrEnum):
@@ -463,7 +336,7 @@ def tags_from_headers(headers: Mapping[str, str], identity: Identity) -> CallTag
         check_version(CALL_HEADER, members)
     final = headers.get(FINAL_HEADER.lower(), "false").strip().lower()
     if final not in ("true", "false"):
-        raise ProtocolError(FINAL_HEADER, f"{_shown(final)}: expected true or false")
+        raise ProtocolError(FINAL_HEADER, f"{shown(final)}: expected true or false")
     cause = members.get("cause")
     if cause is not None and cause not in set(Cause):
         raise ProtocolError(CALL_HEADER, f"cause={cause}: expected one of {_words(Cause)}")
@@ -540,7 +413,7 @@ def tool_key(name: str) -> str:
     character that no key may hold as ``_``. Whoever looks a row up does the same.
     """
     key = _NOT_IN_KEY.sub("_", name.lower())
-    return key if _KEY.fullmatch(key) else f"t{key}"
+    return key if is_key(key) else f"t{key}"
 
 
 def format_tools(durations_s: Mapping[str, float]) -> str:
@@ -555,15 +428,23 @@ def format_tools(durations_s: Mapping[str, float]) -> str:
         ordered = [(ANY_TOOL, durations_s[ANY_TOOL]), *durations_s.items()]
     seen: set[str] = set()
     for name, seconds in ordered:
-        if name in seen or not _KEY.fullmatch(name) or not 0 <= seconds <= _LONGEST_TOOL_S:
+        row = None if name in seen else _tool_row(name, seconds)
+        if row is None:
             continue
-        row = f"{name}={_format_item(TOOLS_HEADER, float(seconds))}"
         if len(rows) == MAX_TOOLS or size + len(row) + 2 > MAX_TOOLS_BYTES:
             break
         seen.add(name)
         rows.append(row)
         size += len(row) + 2
     return ", ".join(rows)
+
+
+# The tools of an agent come with every call, and few of their durations change between two.
+@functools.lru_cache(maxsize=1024)
+def _tool_row(name: str, seconds: float) -> str | None:
+    if not is_key(name) or not 0 <= seconds <= _LONGEST_TOOL_S:
+        return None
+    return f"{name}={format_item(TOOLS_HEADER, float(seconds))}"
 
 
 def parse_tools(text: str) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What the client costs: per call, per streamed chunk, and in memory.
 
-``python -m tests.perf.bench_client [--rounds N]``
+``python -m tests.perf.bench_client [--rounds N | --where]``
 
 An own and a stock client send to mock transports, in turns, in one thread. All times are CPU
 time of that thread, and of many rounds the fastest counts: the work is the same every time,
@@ -16,7 +16,9 @@ timed inside the call.
 * *stock*: a whole stock call, ``create()`` included, of the same size; the ratio is to that. A
   machine of half the speed doubles both, and leaves the ratio.
 * *bytecodes*: instructions of Python that one call runs more. Exact on any machine, however
-  busy, and blind to time in C: the figure to compare two versions by.
+  busy, and blind to time in C: the figure to compare two versions by. ``--where`` shows the
+  functions that they are in. *tool loop*: the call offers 16 tools and brings a result that the
+  answer before asked for.
 * *chunk*: iterating a watched stream over ready-made chunks minus iterating them without.
 * *memory*: what 10,000 automatic sessions of two calls each leave allocated.
 
@@ -39,10 +41,12 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any, Final
 
 import openai
@@ -131,9 +135,9 @@ def history(num_messages: int) -> list[Any]:
     return out[:num_messages]
 
 
-def client_of(kind: Any) -> Any:
+def client_of(kind: Any, answer: Any = _ANSWER) -> Any:
     """Return a client of ``kind`` that sends to a mock transport."""
-    transport = HTTPX.MockTransport(lambda _: HTTPX.Response(200, json=_ANSWER, headers=_HEADERS))
+    transport = HTTPX.MockTransport(lambda _: HTTPX.Response(200, json=answer, headers=_HEADERS))
     is_async = issubclass(kind, openai.AsyncOpenAI)
     made = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
     return kind(base_url=BASE_URL, api_key="-", http_client=made(transport=transport))
@@ -272,35 +276,69 @@ def upstream_us(stock: Any, finished: Callable[[Any], Any], rounds: int) -> tupl
 
 def bytecode_figures() -> Iterator[tuple[str, float, float, float]]:
     """Yield how many bytecodes a call runs more, and how many a stock call runs."""
-    clients = client_of(openai.OpenAI), client_of(turncache.OpenAI)
-    for messages, limit in ((10, 4_200.0), (300, 4_200.0)):
-        whole = history(messages)
-        counts = []
-        for client in clients:
-            for _ in range(3):
-                client.chat.completions.create(model="m", messages=whole[:-2])
-            counts.append(num_bytecodes(client, whole))
-        added = float(counts[1] - counts[0])
-        yield f"added per sync call, {messages} messages", added, float(counts[0]), limit
+    for messages, tools in ((10, False), (300, False), (10, True)):
+        stock, own = (
+            bytecodes(kind, messages, tools=tools).total()
+            for kind in (openai.OpenAI, turncache.OpenAI)
+        )
+        what = f"{messages} messages" + (", tool loop" if tools else "")
+        limit = 5_000.0 if tools else 3_500.0
+        yield f"added per sync call, {what}", float(own - stock), float(stock), limit
 
 
-def num_bytecodes(client: Any, messages: list[Any]) -> int:
-    """Return how many bytecodes one call runs."""
-    count = 0
+def bytecodes(kind: Any, messages: int, *, tools: bool) -> Counter[CodeType]:
+    """Count the bytecodes of one call that goes on with a history, by the code they are in.
+
+    Args:
+        kind: class of the client.
+        messages: length of the history.
+        tools: whether the call offers 16 tools and brings the result of the answer before.
+    """
+    whole = history(messages)
+    more: dict[str, Any] = {"tools": _tools(16)} if tools else {}
+    # An answer with the tool call that comes last in the history.
+    choice = {"index": 0, "finish_reason": "tool_calls", "message": whole[-2]}
+    client = client_of(kind, {**_ANSWER, "choices": [choice]} if tools else _ANSWER)
+    counts: Counter[CodeType] = Counter()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal count
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
+        counts[frame.f_code] += event == "opcode"
         return trace
 
+    # Another conversation comes first, as it does in a program: its tools are known then.
+    other = [{"role": "user", "content": "other"}, *whole[2:]]
+    for known in (other[:-2], other, whole[:-2]):
+        client.chat.completions.create(model="m", messages=known, **more)
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        client.chat.completions.create(model="m", messages=messages)
+        client.chat.completions.create(model="m", messages=whole, **more)
     finally:
         sys.settrace(before)
-    return count
+    client.close()
+    return counts
+
+
+def _tools(number: int) -> list[Any]:
+    properties = {"q": {"type": "string", "description": "what to look for"}}
+    parameters = {"type": "object", "properties": properties, "required": ["q"]}
+    return [
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name in ("search", *(f"tool{at}" for at in range(1, number)))
+    ]
+
+
+def show_bytecodes(messages: int, *, tools: bool) -> None:
+    """Print where the added bytecodes of a call are, the most first, down to ten."""
+    added = bytecodes(turncache.OpenAI, messages, tools=tools)
+    added.subtract(bytecodes(openai.OpenAI, messages, tools=tools))
+    own = sum(number for code, number in added.items() if "/turncache/" in code.co_filename)
+    print(f"{messages} messages, tools: {tools}: {added.total()} added, {own} of them ours")
+    for code, number in added.most_common():
+        if number >= 10:
+            file = "/".join(Path(code.co_filename).parts[-2:])
+            print(f"{number:>7}  {file}:{code.co_firstlineno} {code.co_qualname}")
 
 
 def chunk_figure(rounds: int) -> tuple[str, float, float, float]:
@@ -397,7 +435,13 @@ def main() -> int:
     """Measure, print the table, and write the JSON."""
     parser = argparse.ArgumentParser(description="measure what the client costs")
     parser.add_argument("--rounds", type=int, default=200)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--where", action="store_true", help="show where bytecodes are, only")
+    arguments = parser.parse_args()
+    if arguments.where:
+        for messages, tools in ((10, False), (10, True)):
+            show_bytecodes(messages, tools=tools)
+        return 0
+    rounds = arguments.rounds
     rows: list[tuple[str, float, float | None, float | None, str]] = []
     for kind in ("sync", "async"):
         rows += [(*row, "us") for row in call_figures(kind, rounds)]
