@@ -129,7 +129,10 @@ class PlannedCall:
         config = self._services.config
         opened: Opened | None = None
         try:
-            async with self._answer.pinged(config.ping_s if self._call.asked.stream else 0.0):
+            if config.ping_s and self._call.asked.stream:
+                async with self._answer.pinged(config.ping_s):
+                    opened = await self._opening.run()
+            else:
                 opened = await self._opening.run()
             return await self._relay(opened)
         except EngineRefused as refusal:
@@ -161,7 +164,7 @@ class PlannedCall:
             headers=headers,
             collector=collector,
             config=self._services.config,
-            completed=lambda: self._completed(opened.engine, collector),
+            completed=lambda ending: self._completed(opened.engine, collector, ending),
         )
         # By what the engine sent, and once pings are out by what the client was promised.
         streamed = opened.leg.content_type == "text/event-stream" or self._answer.started
@@ -184,8 +187,8 @@ class PlannedCall:
             response = await self._answer.whole(refusal.status, headers, refusal.body)
         return Relayed(response=response, code=refusal.status, problem="engine_error")
 
-    def _completed(self, engine: EngineView, collector: Collector) -> None:
-        ending, answered = collector.ending(), None
+    def _completed(self, engine: EngineView, collector: Collector, ending: Ending) -> None:
+        answered = None
         if self._call.history is not None:
             said = collector.said()
             digest = self._call.history.with_answer(said)
@@ -262,7 +265,15 @@ class PlannedCall:
     def _prefilled(self, engine: EngineView) -> None:
         """Ask for the outcome while decode works: it costs the call no time."""
         self._witness = engine
+        if not self._can_ask:
+            return
         self._question = asyncio.create_task(self._ask(self._services.config.control_timeout_s))
+
+    @property
+    def _can_ask(self) -> bool:
+        """Whether an engine that knows the outcome can be asked for it."""
+        witness = self._witness
+        return witness is not None and self._services.pool.control_of(witness.name) is not None
 
     async def _ask(self, timeout_s: float) -> Asked:
         assert self._witness is not None
@@ -303,13 +314,16 @@ class PlannedCall:
             if not self._record.final:
                 limit_s = _SETTLE_PATIENCE * self._services.config.control_timeout_s
                 self._note(await self._ask(limit_s))
-            self._record.final = True
-            if self._record.outcome is not None:
-                self._services.events.emit(
-                    OutcomeKnown(request=self._call.request, outcome=self._record.outcome)
-                )
+            self._tell_outcome()
         finally:
             self._settled()
+
+    def _tell_outcome(self) -> None:
+        self._record.final = True
+        if self._record.outcome is not None:
+            self._services.events.emit(
+                OutcomeKnown(request=self._call.request, outcome=self._record.outcome)
+            )
 
     def _settled(self) -> None:
         self._record.final = True
@@ -345,7 +359,8 @@ class PlannedCall:
                 overhead_s=self._overhead_s,
             )
         )
-        if self._witness is None:
+        if record.final or not self._can_ask:
+            self._tell_outcome()
             self._settled()
         else:
             self._services.background.spawn(self._settle(), "settle a call")

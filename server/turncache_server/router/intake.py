@@ -199,6 +199,8 @@ def tags_of(
         tags = tags_from_headers(headers, identity)
     except ProtocolError as error:
         raise invalid(f"{error}.", param=error.field) from error
+    if tenant is None:
+        return tags, False
     parent = tags.parent_id
     return dataclasses.replace(
         tags,

@@ -155,11 +155,13 @@ def check_types(body: Body, types: Mapping[str, tuple[type, ...]]) -> None:
     Raises:
         ApiError: 400, naming the member.
     """
-    for name, kinds in types.items():
-        value = body.get(name)
+    for name, member in body.members.items():
+        value, kinds = member.value, types.get(name)
         # A boolean is an int in Python, and not in JSON.
-        if value is None or (
-            isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if (
+            kinds is None
+            or value is None
+            or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)))
         ):
             continue
         words = " or ".join(_WORDS[kind] for kind in kinds)
