@@ -43,6 +43,7 @@ from turncache_server.router.services import Services
 from turncache_server.router.sessions import answer_key
 from turncache_server.router.signals import send_signal
 from turncache_server.router.stream import ClientAnswer, ClientGone
+from turncache_server.router.warming import warm_later
 
 #: What logs and metrics call the status of a call whose client did not wait.
 CLIENT_GONE: Final = 499
@@ -196,7 +197,7 @@ class PlannedCall:
                 self._services.conversations.answered(digest, self._call.tags.session_id)
             if self._services.config.may_decode_alone:
                 answered = self._answered(digest, said, ending)
-        self._advance(engine, ending, answered)
+        self._advance(engine, ending, answered, collector)
 
     def _answered(self, digest: bytes, said: Said, ending: Ending) -> Answered | None:
         """Return what the next call may be served by decode alone for, None when unknown."""
@@ -210,7 +211,9 @@ class PlannedCall:
             answer_bytes=said.num_bytes,
         )
 
-    def _advance(self, engine: EngineView, ending: Ending, answered: Answered | None) -> None:
+    def _advance(
+        self, engine: EngineView, ending: Ending, answered: Answered | None, collector: Collector
+    ) -> None:
         tags, services = self._call.tags, self._services
         if ending.answer_id is not None and self._call.body.get("store") is not False:
             services.sessions.advance(
@@ -220,6 +223,7 @@ class PlannedCall:
             )
         if tags.final:
             self._leave(services.sessions.forget(tags.session_id), engine)
+            services.next_prompts.drop(tags.session_id)
             services.forecast.forget(tags.session_id)
         elif not self._call.anonymous:
             left = services.sessions.advance(
@@ -230,7 +234,7 @@ class PlannedCall:
             )
             self._leave(left, engine)
             if ending.boundary is Boundary.TOOL:
-                self._begin_wait(engine, ending.tool_names)
+                self._begin_wait(engine, ending.tool_names, collector)
 
     def _leave(self, left: str | None, engine: EngineView) -> None:
         """Tell the engine that a session has come from that it is kept there in vain.
@@ -241,7 +245,9 @@ class PlannedCall:
             taken = Signal(session=self._call.tags.session_id, kind="final")
             self._services.background.spawn(self._signal([left], taken), "leave a session")
 
-    def _begin_wait(self, engine: EngineView, tool_names: tuple[str, ...]) -> None:
+    def _begin_wait(
+        self, engine: EngineView, tool_names: tuple[str, ...], collector: Collector
+    ) -> None:
         """Tell the engines that hold the session when it will be back, if anybody knows."""
         tags, services = self._call.tags, self._services
         expect_s = services.forecast.begins(
@@ -256,6 +262,16 @@ class PlannedCall:
         names = {view.name for view in (engine, self._witness) if view is not None}
         signal = Signal(session=tags.session_id, kind="wait", expect_s=expect_s)
         services.background.spawn(self._signal(sorted(names), signal), "signal a wait")
+        if services.config.warm_ahead_s and self._plan.prefill and self._call.return_enabled:
+            assert self._witness is not None, "its leg has been answered"
+            warm_later(
+                services,
+                self._call,
+                collector.said(),
+                prefill=self._witness,
+                source=engine,
+                expect_s=expect_s,
+            )
 
     async def _signal(self, names: list[str], signal: Signal) -> None:
         await send_signal(self._services, names, signal)

@@ -134,6 +134,8 @@ class Api:
             thrown away, and would refuse, stop or enlarge it.
         history: reads the messages in the form by which conversations are followed, from the
             scope and the body; None where nothing can be followed.
+        next_messages: writes the messages of the next prompt, from the body and an answer that asks
+            for tools, as JSON text; None where no prompt is sent ahead.
         takes_session: vLLM's schema has ``session_id``.
         errors: the shape of its errors.
     """
@@ -145,6 +147,7 @@ class Api:
     prefill_put: Callable[[Body], Mapping[str, str]]
     prefill_drop: frozenset[str]
     history: Callable[[str, Body], History | None] = lambda _scope, _body: None
+    next_messages: Callable[[Body, Said], str] | None = None
     takes_session: bool = True
     errors: ErrorForm = OPENAI_ERRORS
 
