@@ -321,6 +321,9 @@ def _standing_members(retain_s: float | None, priority: int) -> str:
     return ", " + format_dictionary(members, header=CALL_HEADER)
 
 
+_TAG_HEADERS: Final = frozenset({CALL_HEADER.lower(), FINAL_HEADER.lower(), TOOLS_HEADER.lower()})
+
+
 def tags_from_headers(headers: Mapping[str, str], identity: Identity) -> CallTags:
     """Decode what a client said about a call whose session is already known.
 
@@ -331,6 +334,8 @@ def tags_from_headers(headers: Mapping[str, str], identity: Identity) -> CallTag
     Raises:
         ProtocolError: on a version that is not spoken here, or a member of the wrong type.
     """
+    if _TAG_HEADERS.isdisjoint(headers):
+        return CallTags(session_id=identity.session_id, parent_id=identity.parent_id)
     members = parse_dictionary(CALL_HEADER, headers.get(CALL_HEADER.lower(), ""))
     if members:
         check_version(CALL_HEADER, members)

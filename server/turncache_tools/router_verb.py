@@ -68,6 +68,7 @@ def router(
                     "tenants": None
                     if callers is None
                     else sorted({str(caller.tenant) for caller in callers.values()}),
+                    "engines_file": settings.engines_file or None,
                     "engines": engines,
                     "limits": {name: getattr(settings, name) for name in _LIMITS},
                 }
@@ -80,6 +81,8 @@ def router(
                 tenants = {caller.tenant for caller in callers.values()}
                 who = f"{len(callers)} keys of {len(tenants)} tenants"
             fleet = f"{len(engines)} engines"
+            if settings.engines_file:
+                fleet += f" from {settings.engines_file}"
             if settings.kubernetes_selector:
                 fleet = f"engines that Kubernetes names ({settings.kubernetes_selector})"
             write(f"{config}: {fleet}, {scheme}://{settings.host}:{settings.port}{secret}, {who}")

@@ -33,6 +33,22 @@ def test_a_configuration_is_checked_without_starting(turncache: Run, tmp_path: P
     assert "1 engines" in turncache("router", "--config", str(path), "--check").out
 
 
+def test_a_check_names_the_file_of_the_engines(turncache: Run, tmp_path: Path) -> None:
+    """Whose engines were counted is said, and a file that cannot be used is refused by name."""
+    path, engines = tmp_path / "router.toml", tmp_path / "engines.toml"
+    path.write_text(f'engines_file = "{engines}"\n')
+    engines.write_text(CONFIG.replace("port = 0", ""))
+    check = ("router", "--config", str(path), "--check")
+    assert f"1 engines from {engines}, " in turncache(*check).out
+    assert json.loads(turncache(*check, "--json").out)["engines_file"] == str(engines)
+    engines.write_text(CONFIG)
+    ran = turncache(*check)
+    assert ran.code == 2
+    assert str(engines) in ran.err
+    path.write_text(CONFIG)
+    assert json.loads(turncache(*check, "--json").out)["engines_file"] is None
+
+
 def test_a_check_reads_the_fleets_secret(turncache: Run, tmp_path: Path, secret: Secret) -> None:
     """Engines may be anywhere then; the digest is shown, and a file that cannot be used refused."""
     path = tmp_path / "router.toml"

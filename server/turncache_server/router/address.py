@@ -68,7 +68,6 @@ class Address:
         if not connection.reusable:
             connection.abort()
             return
-        connection.rest()
         loop = asyncio.get_running_loop()
         self._idle.append((loop.time(), connection))
         if self._timer is None:

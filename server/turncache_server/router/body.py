@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from turncache.protocol import members_from_outside
 from turncache_server.router.errors import ApiError, invalid
 from turncache_server.router.members import (
@@ -24,7 +26,6 @@ from turncache_server.router.members import (
 
 #: Objects in which clients put what an engine reads beside the API's own members.
 XARGS: Final = "vllm_xargs"
-_compact: Final = json.JSONEncoder(separators=(",", ":")).encode
 _CARRIERS: Final = frozenset({XARGS, "extra_args", "extra_body"})
 
 
@@ -114,7 +115,7 @@ class Body:
         """
         member = self.members.get(XARGS)
         if member is None or member.value is None:
-            return _compact(ours)
+            return msgspec.json.encode(ours).decode()
         put = {name: json.dumps(value) for name, value in ours.items()}
         if not isinstance(member.value, dict):
             raise invalid(

@@ -43,6 +43,7 @@ from turncache_server.router.services import Services
 from turncache_server.router.sessions import answer_key
 from turncache_server.router.signals import send_signal
 from turncache_server.router.stream import ClientAnswer, ClientGone
+from turncache_server.router.warming import warm_later
 
 #: What logs and metrics call the status of a call whose client did not wait.
 CLIENT_GONE: Final = 499
@@ -129,7 +130,10 @@ class PlannedCall:
         config = self._services.config
         opened: Opened | None = None
         try:
-            async with self._answer.pinged(config.ping_s if self._call.asked.stream else 0.0):
+            if config.ping_s and self._call.asked.stream:
+                async with self._answer.pinged(config.ping_s):
+                    opened = await self._opening.run()
+            else:
                 opened = await self._opening.run()
             return await self._relay(opened)
         except EngineRefused as refusal:
@@ -161,7 +165,7 @@ class PlannedCall:
             headers=headers,
             collector=collector,
             config=self._services.config,
-            completed=lambda: self._completed(opened.engine, collector),
+            completed=lambda ending: self._completed(opened.engine, collector, ending),
         )
         # By what the engine sent, and once pings are out by what the client was promised.
         streamed = opened.leg.content_type == "text/event-stream" or self._answer.started
@@ -184,8 +188,8 @@ class PlannedCall:
             response = await self._answer.whole(refusal.status, headers, refusal.body)
         return Relayed(response=response, code=refusal.status, problem="engine_error")
 
-    def _completed(self, engine: EngineView, collector: Collector) -> None:
-        ending, answered = collector.ending(), None
+    def _completed(self, engine: EngineView, collector: Collector, ending: Ending) -> None:
+        answered = None
         if self._call.history is not None:
             said = collector.said()
             digest = self._call.history.with_answer(said)
@@ -193,7 +197,7 @@ class PlannedCall:
                 self._services.conversations.answered(digest, self._call.tags.session_id)
             if self._services.config.may_decode_alone:
                 answered = self._answered(digest, said, ending)
-        self._advance(engine, ending, answered)
+        self._advance(engine, ending, answered, collector)
 
     def _answered(self, digest: bytes, said: Said, ending: Ending) -> Answered | None:
         """Return what the next call may be served by decode alone for, None when unknown."""
@@ -207,7 +211,9 @@ class PlannedCall:
             answer_bytes=said.num_bytes,
         )
 
-    def _advance(self, engine: EngineView, ending: Ending, answered: Answered | None) -> None:
+    def _advance(
+        self, engine: EngineView, ending: Ending, answered: Answered | None, collector: Collector
+    ) -> None:
         tags, services = self._call.tags, self._services
         if ending.answer_id is not None and self._call.body.get("store") is not False:
             services.sessions.advance(
@@ -217,6 +223,7 @@ class PlannedCall:
             )
         if tags.final:
             self._leave(services.sessions.forget(tags.session_id), engine)
+            services.next_prompts.drop(tags.session_id)
             services.forecast.forget(tags.session_id)
         elif not self._call.anonymous:
             left = services.sessions.advance(
@@ -227,7 +234,7 @@ class PlannedCall:
             )
             self._leave(left, engine)
             if ending.boundary is Boundary.TOOL:
-                self._begin_wait(engine, ending.tool_names)
+                self._begin_wait(engine, ending.tool_names, collector)
 
     def _leave(self, left: str | None, engine: EngineView) -> None:
         """Tell the engine that a session has come from that it is kept there in vain.
@@ -238,7 +245,9 @@ class PlannedCall:
             taken = Signal(session=self._call.tags.session_id, kind="final")
             self._services.background.spawn(self._signal([left], taken), "leave a session")
 
-    def _begin_wait(self, engine: EngineView, tool_names: tuple[str, ...]) -> None:
+    def _begin_wait(
+        self, engine: EngineView, tool_names: tuple[str, ...], collector: Collector
+    ) -> None:
         """Tell the engines that hold the session when it will be back, if anybody knows."""
         tags, services = self._call.tags, self._services
         expect_s = services.forecast.begins(
@@ -253,6 +262,16 @@ class PlannedCall:
         names = {view.name for view in (engine, self._witness) if view is not None}
         signal = Signal(session=tags.session_id, kind="wait", expect_s=expect_s)
         services.background.spawn(self._signal(sorted(names), signal), "signal a wait")
+        if services.config.warm_ahead_s and self._plan.prefill and self._call.return_enabled:
+            assert self._witness is not None, "its leg has been answered"
+            warm_later(
+                services,
+                self._call,
+                collector.said(),
+                prefill=self._witness,
+                source=engine,
+                expect_s=expect_s,
+            )
 
     async def _signal(self, names: list[str], signal: Signal) -> None:
         await send_signal(self._services, names, signal)
@@ -262,7 +281,15 @@ class PlannedCall:
     def _prefilled(self, engine: EngineView) -> None:
         """Ask for the outcome while decode works: it costs the call no time."""
         self._witness = engine
+        if not self._can_ask:
+            return
         self._question = asyncio.create_task(self._ask(self._services.config.control_timeout_s))
+
+    @property
+    def _can_ask(self) -> bool:
+        """Whether an engine that knows the outcome can be asked for it."""
+        witness = self._witness
+        return witness is not None and self._services.pool.control_of(witness.name) is not None
 
     async def _ask(self, timeout_s: float) -> Asked:
         assert self._witness is not None
@@ -303,13 +330,16 @@ class PlannedCall:
             if not self._record.final:
                 limit_s = _SETTLE_PATIENCE * self._services.config.control_timeout_s
                 self._note(await self._ask(limit_s))
-            self._record.final = True
-            if self._record.outcome is not None:
-                self._services.events.emit(
-                    OutcomeKnown(request=self._call.request, outcome=self._record.outcome)
-                )
+            self._tell_outcome()
         finally:
             self._settled()
+
+    def _tell_outcome(self) -> None:
+        self._record.final = True
+        if self._record.outcome is not None:
+            self._services.events.emit(
+                OutcomeKnown(request=self._call.request, outcome=self._record.outcome)
+            )
 
     def _settled(self) -> None:
         self._record.final = True
@@ -345,7 +375,8 @@ class PlannedCall:
                 overhead_s=self._overhead_s,
             )
         )
-        if self._witness is None:
+        if record.final or not self._can_ask:
+            self._tell_outcome()
             self._settled()
         else:
             self._services.background.spawn(self._settle(), "settle a call")

@@ -73,6 +73,7 @@ class RouterConfig:
     port: int = _number(8000, 0, 65535)
     return_enabled: bool = True
     follow_conversations: bool = True
+    warm_ahead_s: float = _number(0.0, 0, 60)
     decode_alone_tokens: int = _number(0, 0)
     max_new_tokens_on_decode: int = _number(0, 0)
     serve_on_prefill: bool = False

@@ -210,10 +210,6 @@ class Connection(asyncio.BufferedProtocol):
         finally:
             self._take = self._refused = None
 
-    def rest(self) -> None:
-        """Wait for the next request, or for its time to be over."""
-        self._stop_timer()
-
     def abort(self) -> None:
         """Cut the connection: so an engine learns that a call is cancelled."""
         self._stop_timer()

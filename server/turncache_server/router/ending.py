@@ -138,6 +138,7 @@ class _Function(msgspec.Struct, frozen=True):
 
 class _ToolCall(msgspec.Struct, frozen=True):
     index: int | None = None
+    id: str | None = None
     function: _Function | None = None
 
 
@@ -189,6 +190,7 @@ class ToolState:
 
     name: str = ""
     arguments: list[str] = field(default_factory=list)
+    id: str = ""
 
     def add(self, name: str | None, arguments: str | None) -> None:
         """Take a piece: the name comes once, the arguments come in pieces."""
@@ -258,6 +260,7 @@ class ChatEnding:
             for at, call in enumerate((message.tool_calls if message else None) or ()):
                 index = at if call.index is None else call.index
                 tool = self._tools.setdefault((choice.index, index), ToolState())
+                tool.id = tool.id or call.id or ""
                 if call.function is not None:
                     tool.add(call.function.name, call.function.arguments)
             if choice.finish_reason is not None:
@@ -280,12 +283,12 @@ class ChatEnding:
 
     def said(self) -> Said:
         """Return what the model has said in its first choice, tool calls as it wrote them."""
-        calls = tuple(
-            (tool.name, "".join(tool.arguments))
-            for (choice, _), tool in sorted(self._tools.items())
-            if choice == 0
+        tools = [self._tools[key] for key in sorted(self._tools) if key[0] == 0]
+        return Said(
+            text="".join(map(str, self._text)),
+            calls=tuple((tool.name, "".join(tool.arguments)) for tool in tools),
+            call_ids=tuple(tool.id for tool in tools),
         )
-        return Said(text="".join(map(str, self._text)), calls=calls)
 
     def _problem(self) -> str | None:
         if self._error:

@@ -131,6 +131,20 @@ class WaitEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WarmedAhead:
+    """What became of a prompt that was to be sent ahead.
+
+    Attributes:
+        result: ``warmed``, ``overtaken`` (the session was back first), ``no_room``,
+            ``no_engine`` (one that it needs is not there), ``refused`` or ``failed``.
+        outcome: what it has cost, None when that is not known.
+    """
+
+    result: str
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SignalSent:
     """An engine was told what happens to a session.
 
@@ -258,6 +272,7 @@ Event = (
     | OutcomeKnown
     | OutcomeMissing
     | WaitEnded
+    | WarmedAhead
     | SignalSent
     | LegFailure
     | EngineChanged

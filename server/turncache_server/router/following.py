@@ -36,12 +36,15 @@ class Said:
         calls: name and arguments of its tool calls, in order.
         media: parts that are no text.
         reasoning: it comes with reasoning, which tells no conversation from another.
+        call_ids: ids of the tool calls, which tell no conversation from another either; empty
+            where nobody needs them.
     """
 
     text: str
     calls: tuple[tuple[str, Any], ...] = ()
     media: tuple[Any, ...] = ()
     reasoning: bool = False
+    call_ids: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -143,6 +143,7 @@ class Handlers:
         if kind == "final":
             services.sessions.forget(tags.session_id)
             services.forecast.forget(tags.session_id)
+            services.next_prompts.drop(tags.session_id)
         elif kind == "wait":
             services.forecast.expects(tags.session_id, expect_s)
         signal = Signal(session=tags.session_id, kind=kind, expect_s=expect_s)

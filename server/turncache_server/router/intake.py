@@ -17,7 +17,7 @@ from turncache_server.router.alone import (
 from turncache_server.router.apis.api import Api, CallRequest
 from turncache_server.router.body import Body
 from turncache_server.router.errors import invalid
-from turncache_server.router.events import WaitEnded
+from turncache_server.router.events import WaitEnded, WarmedAhead
 from turncache_server.router.following import History
 from turncache_server.router.keys import Caller, salt_of
 from turncache_server.router.opening import CallInput
@@ -98,6 +98,8 @@ class Intake:
             started_s=started_s,
             return_enabled=snapshot.return_enabled,
         )
+        if services.next_prompts.drop(tags.session_id):
+            services.events.emit(WarmedAhead(result="overtaken"))
         if asked.brings_results:
             self._end_wait(call)
         hints = PlanHints(
@@ -199,6 +201,8 @@ def tags_of(
         tags = tags_from_headers(headers, identity)
     except ProtocolError as error:
         raise invalid(f"{error}.", param=error.field) from error
+    if tenant is None:
+        return tags, False
     parent = tags.parent_id
     return dataclasses.replace(
         tags,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -54,9 +55,19 @@ _HOLD: Final = {
 }
 
 
-def prefill_body(api: Api, body: Body, hints: EngineHints, *, salt: str | None = None) -> bytes:
-    """Make the body of the prefill leg; arguments as for :func:`serving_body`."""
-    ours = {**api.prefill_put(body), **_ours(api, body, hints, salt)}
+def prefill_body(
+    api: Api,
+    body: Body,
+    hints: EngineHints,
+    *,
+    salt: str | None = None,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
+    """Make the body of the prefill leg; arguments as for :func:`serving_body`.
+
+    ``more`` are members as JSON text, in the place of the client's own.
+    """
+    ours = {**more, **api.prefill_put(body), **_ours(api, body, hints, salt)}
     if hints.stock:
         ours[TRANSFER] = json.dumps(_HOLD)
     return body.edited(drop=api.prefill_drop | _NEVER, put=ours)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 from aiohttp import HttpVersion10, HttpVersion11, web
@@ -53,6 +51,9 @@ def check_headers(request: web.Request, *, max_bytes: int, max_headers: int) -> 
     size = sum(len(name) + len(value) for name, value in request.raw_headers)
     if size > max_bytes:
         raise ApiError(431, f"The headers have {size} bytes; at most {max_bytes} are allowed.")
+    # Most requests have no header twice.
+    if len({name.lower() for name, _ in request.raw_headers}) == len(request.raw_headers):
+        return
     for name in _ONCE:
         if len(request.headers.getall(name, ())) > 1:
             raise invalid(f"{name}: sent twice; which of them counts is undefined.", param=name)
@@ -69,6 +70,12 @@ async def read_body(request: web.Request, *, max_bytes: int, timeout_s: float) -
     parts: list[bytes] = []
     size = 0
     try:
+        if request.content.is_eof():
+            # It came with its headers, as all but the largest do.
+            body = request.content.read_nowait()
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+            return body
         async with asyncio.timeout(timeout_s):
             async for part in request.content.iter_any():
                 size += len(part)
@@ -97,9 +104,8 @@ class InFlight:
         self._retry_after_s = retry_after_s
         self._calls: Counter[str | None] = Counter()
 
-    @contextmanager
-    def one_more(self, tenant: str | None) -> Iterator[None]:
-        """Count a call for the length of the block.
+    def one_more(self, tenant: str | None) -> _Counted:
+        """Count a call for the length of a block.
 
         Raises:
             ApiError: 429, when the tenant has as many as it may.
@@ -113,13 +119,25 @@ class InFlight:
                 code="too_many_calls",
                 retry_after_s=self._retry_after_s,
             )
-        self._calls[tenant] += 1
-        try:
-            yield
-        finally:
-            self._calls[tenant] -= 1
-            if not self._calls[tenant]:
-                del self._calls[tenant]
+        return _Counted(self._calls, tenant)
+
+
+class _Counted:
+    """A call that counts among its tenant's, for the length of a block."""
+
+    __slots__ = ("_calls", "_tenant")
+
+    def __init__(self, calls: Counter[str | None], tenant: str | None) -> None:
+        self._calls = calls
+        self._tenant = tenant
+
+    def __enter__(self) -> None:
+        self._calls[self._tenant] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._calls[self._tenant] -= 1
+        if not self._calls[self._tenant]:
+            del self._calls[self._tenant]
 
 
 class BoundedRunner(web.AppRunner):

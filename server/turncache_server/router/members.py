@@ -99,5 +99,7 @@ _decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_co
 
 def skip(text: str, at: int) -> int:
     """Return the index of the next character that is no white space."""
+    if text[at : at + 1] > " ":
+        return at
     match = _SPACE.match(text, at)
     return at if match is None else match.end()

@@ -27,6 +27,7 @@ from turncache_server.router.events import (
     SignalSent,
     WaitEnded,
     WaitsExchanged,
+    WarmedAhead,
 )
 
 #: Content type of :meth:`Metrics.render`.
@@ -102,6 +103,18 @@ class Metrics:
             "turncache_expectation_ratio",
             "Tool waits in multiples of what was expected of them.",
             buckets=_RATIO,
+            registry=registry,
+        )
+        self._warmed = Counter(
+            "turncache_router_warm_ahead_total",
+            "Prompts that were to be sent ahead of their call, by what became of them.",
+            ("result",),
+            registry=registry,
+        )
+        self._warm_tokens = Counter(
+            "turncache_router_warm_ahead_tokens_total",
+            "Tokens of prompts sent ahead, by where their KV came from.",
+            ("source",),
             registry=registry,
         )
         self._signals = Counter(
@@ -180,6 +193,8 @@ class Metrics:
                 self._missing.labels(event.why).inc()
             case WaitEnded():
                 self._waited(event)
+            case WarmedAhead():
+                self._warmed_ahead(event)
             case SignalSent():
                 self._signals.labels(event.kind, event.result).inc()
             case LegFailure():
@@ -232,6 +247,12 @@ class Metrics:
         self._shared.labels("sent").inc(event.num_sent)
         self._shared.labels("taken").inc(event.num_taken)
         self._shared.labels("dropped").inc(event.num_dropped)
+
+    def _warmed_ahead(self, event: WarmedAhead) -> None:
+        self._warmed.labels(event.result).inc()
+        if (outcome := event.outcome) is not None:
+            for source in ("local", "returned", "computed"):
+                self._warm_tokens.labels(source).inc(getattr(outcome, source))
 
     def _outcome(self, event: OutcomeKnown) -> None:
         outcome = event.outcome

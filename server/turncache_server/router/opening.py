@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from turncache.protocol import CallTags, Cause, EngineHints
 from turncache_server.router.apis.api import Api, CallRequest
@@ -33,6 +33,9 @@ from turncache_server.router.services import Services
 from turncache_server.router.upstream import EngineAnswer
 
 T = TypeVar("T")
+
+#: Largest body that is made before it can be sent: each waits in memory while prefill works.
+_MAX_READY_BYTES: Final = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,7 @@ class Opening:
         self._prefilled = prefilled
         self._num_attempts = 0
         self._held: bytes | None = None
+        self._ready: tuple[str, bytes] | None = None
         self.engine_s = 0.0
         self.prefill_s: float | None = None
 
@@ -173,6 +177,9 @@ class Opening:
         )
         call = self._call
         body = prefill_body(call.api, call.body, hints, salt=call.salt)
+        if not self._plan.stock and len(body) <= _MAX_READY_BYTES:
+            # Runs once the request is out: decode's is ready before prefill has answered.
+            asyncio.get_running_loop().call_soon(self._get_ready, engine.engine_id)
         async with await self._post(engine, "p", body) as leg:
             first = await self._checked(engine, leg)
             answer = await leg.rest(first, self._services.config.max_answer_bytes)
@@ -189,9 +196,11 @@ class Opening:
 
     async def _serve(self, engine: EngineView, kind: str, source: str | None) -> Opened:
         """Run the serving leg up to the first byte of its answer."""
-        hints = self._hints(kind, source=source, retain_s=self._call.tags.retain_s)
-        call = self._call
-        body = serving_body(call.api, call.body, hints, salt=call.salt, held=self._held)
+        ready, self._ready = self._ready, None
+        if ready is not None and ready[0] == source:
+            body = ready[1]
+        else:
+            body = self._serving_body(kind, source)
         leg = await self._post(engine, kind[0], body)
         try:
             first = await self._checked(engine, leg)
@@ -202,6 +211,16 @@ class Opening:
             leg.close()
             raise
         return Opened(engine=engine, leg=leg, first=first)
+
+    def _get_ready(self, source: str) -> None:
+        """Make the body of the decode leg, while prefill works."""
+        if self.prefill_s is None:
+            self._ready = source, self._serving_body("decode", source)
+
+    def _serving_body(self, kind: str, source: str | None) -> bytes:
+        hints = self._hints(kind, source=source, retain_s=self._call.tags.retain_s)
+        call = self._call
+        return serving_body(call.api, call.body, hints, salt=call.salt, held=self._held)
 
     def _hints(
         self, kind: str, *, source: str | None, retain_s: float | None, handover: bool = False

@@ -35,12 +35,15 @@ class AnswerStream:
             that end it are returned.
     """
 
-    def __init__(self, collector: Collector, completed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, collector: Collector, completed: Callable[[Ending], None] = lambda _: None
+    ) -> None:
         self._collector = collector
         self._completed = completed
         self._splitter = SseSplitter()
         self._held_back = False
         self._done = False
+        self._ending: Ending | None = None  # of what has been collected
 
     @property
     def done(self) -> bool:
@@ -55,7 +58,9 @@ class AnswerStream:
     @property
     def ending(self) -> Ending:
         """How the call ends with what has been seen."""
-        return self._collector.ending()
+        if self._ending is None:
+            self._ending = self._collector.ending()
+        return self._ending
 
     @property
     def client_knows(self) -> bool:
@@ -64,6 +69,7 @@ class AnswerStream:
 
     def feed(self, chunk: bytes) -> bytes:
         """Return what may be sent after ``chunk`` has arrived."""
+        self._ending = None
         plain = None if self._held_back else self._splitter.plain(chunk)
         if plain is None or _has_mark(chunk):
             return self._pass_each(chunk)
@@ -87,10 +93,11 @@ class AnswerStream:
         A last event without its blank line is sent when the call is complete with it.
         """
         rest = b"".join(self._passed(event) for event in self._splitter.close())
-        if self.ending.problem is not None:
+        ending = self.ending
+        if ending.problem is not None:
             return b""
         if not self._done:
-            self._completed()
+            self._completed(ending)
         return rest
 
     def _passed(self, event: SseEvent) -> bytes:
@@ -98,6 +105,7 @@ class AnswerStream:
             return b""
         if event.data is None:
             return event.raw
+        self._ending = None
         is_last = self._collector.add(event.data)
         raw = event.raw
         if _has_mark(event.data):
@@ -105,10 +113,11 @@ class AnswerStream:
         return self._passed_last(raw) if is_last else raw
 
     def _passed_last(self, raw: bytes) -> bytes:
-        if self.ending.problem is None:
+        ending = self.ending
+        if ending.problem is None:
             if not self._done:
                 self._done = True
-                self._completed()
+                self._completed(ending)
             return raw
         # The engine's own error event has been passed on: the end that follows it is true.
         self._held_back = not self.client_knows

@@ -17,7 +17,10 @@ def rank(key: str, names: Iterable[str]) -> tuple[str, ...]:
         key: namespaced id of the *root* session, so that children lie beside their parent.
         names: names of the configured engines of one side, in any order.
     """
-    return tuple(sorted(names, key=lambda name: (_score(key, name), name), reverse=True))
+    listed = list(names)
+    if len(listed) == 1:
+        return (listed[0],)
+    return tuple(sorted(listed, key=lambda name: (_score(key, name), name), reverse=True))
 
 
 def _score(key: str, name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -51,7 +52,7 @@ class EngineView:
     models: Mapping[str, int | None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: what follows from it is kept
 class Snapshot:
     """The pool and the switches at one moment.
 
@@ -69,9 +70,18 @@ class Snapshot:
 
     def of_side(self, side: Side) -> tuple[EngineView, ...]:
         """Return the engines of one side, live or not."""
-        return tuple(engine for engine in self.engines if engine.side is side)
+        return self._sides[side]
 
-    @property
+    @functools.cached_property
+    def _sides(self) -> Mapping[Side, tuple[EngineView, ...]]:
+        return {side: tuple(e for e in self.engines if e.side is side) for side in Side}
+
+    @functools.cached_property
+    def lives(self) -> frozenset[Side]:
+        """Sides of which an engine is live."""
+        return frozenset(engine.side for engine in self.engines if engine.live)
+
+    @functools.cached_property
     def needed_sides(self) -> tuple[Side, ...]:
         """Sides without which no call can be served."""
         configured = {engine.side for engine in self.engines}
@@ -82,8 +92,7 @@ class Snapshot:
         """What can be served by the engines that live."""
         if not self.engines:
             return Readiness.UNAVAILABLE
-        live = {engine.side for engine in self.engines if engine.live}
-        gone = [side for side in self.needed_sides if side not in live]
+        gone = [side for side in self.needed_sides if side not in self.lives]
         if not gone:
             return Readiness.OK
         able = (gone == [Side.PREFILL] and self.max_new_tokens_on_decode > 0) or (
@@ -91,10 +100,10 @@ class Snapshot:
         )
         return Readiness.DEGRADED if able else Readiness.UNAVAILABLE
 
-    @property
+    @functools.cached_property
     def decode_limit(self) -> int:
         """New tokens up to which decode serves a call alone at this moment."""
-        gone = 0 if _lives(self, Side.PREFILL) else self.max_new_tokens_on_decode
+        gone = 0 if Side.PREFILL in self.lives else self.max_new_tokens_on_decode
         return max(self.decode_alone_tokens, gone)
 
 
@@ -148,7 +157,7 @@ def make_plan(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
         serve = _keeper_first(request, hints, snapshot, Side.SINGLE)
         return CallPlan(label=Plan.SINGLE, reason=Reason.OK, prefill=(), serve=serve)
     if request.one_engine is not None:
-        gone = snapshot.serve_on_prefill and not _lives(snapshot, Side.DECODE)
+        gone = snapshot.serve_on_prefill and Side.DECODE not in snapshot.lives
         serve = _keeper_first(request, hints, snapshot, Side.PREFILL if gone else Side.DECODE)
         return CallPlan(label=Plan.COLD, reason=Reason.UNSUPPORTED, prefill=(), serve=serve)
     if (alone := _one_side(request, hints, snapshot)) is not None:
@@ -177,7 +186,7 @@ def _one_side(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
     Raises:
         ApiError: 503, when no prefill engine lives and decode would compute too much.
     """
-    if snapshot.serve_on_prefill and not _lives(snapshot, Side.DECODE):
+    if snapshot.serve_on_prefill and Side.DECODE not in snapshot.lives:
         serve = _candidates(request, hints, snapshot, Side.PREFILL)
         return CallPlan(label=Plan.COLD, reason=Reason.SOURCE_GONE, prefill=(), serve=serve)
     limit = snapshot.decode_limit
@@ -189,7 +198,7 @@ def _one_side(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
         serve = tuple(engine for engine in live if engine.name == hints.served_by and engine.live)
         if serve and not serve[0].draining:
             return CallPlan(label=Plan.DECODE, reason=Reason.OK, prefill=(), serve=serve)
-    if _lives(snapshot, Side.PREFILL):
+    if Side.PREFILL in snapshot.lives:
         return None
     if hints.all_tokens <= limit:
         serve = _candidates(request, hints, snapshot, Side.DECODE)
@@ -202,10 +211,6 @@ def _one_side(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
         kind=SERVER_ERROR,
         code="no_prefill",
     )
-
-
-def _lives(snapshot: Snapshot, side: Side) -> bool:
-    return any(engine.live for engine in snapshot.of_side(side))
 
 
 def check_model(request: CallRequest, snapshot: Snapshot) -> None:
@@ -299,11 +304,11 @@ def _source(
         return Reason.DISABLED, None
     if hints.served_by is None and not request.has_answers:
         return Reason.NEW_SESSION, None
-    # Where it was placed before one of them began to drain.
-    home = _ranked(hints.root, _live(request, snapshot, Side.DECODE))[0]
-    last = {engine.name: engine for engine in snapshot.of_side(Side.DECODE)}.get(
-        hints.served_by or home.name
-    )
+    name = hints.served_by
+    if not name:
+        # Where it was placed before one of them began to drain.
+        name = _ranked(hints.root, _live(request, snapshot, Side.DECODE))[0].name
+    last = next((e for e in snapshot.of_side(Side.DECODE) if e.name == name), None)
     if last is None or not last.live:
         return Reason.SOURCE_GONE, None
     return Reason.OK, last.engine_id

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -64,6 +65,28 @@ class _Engine:
         self.check_now = asyncio.Event()
         self.checks: asyncio.Task[None] | None = None
         self.num_calls = 0
+        self._view: EngineView | None = None
+
+    def view(self, live: bool) -> EngineView:
+        """Return it as it is now: the same object, while nothing has changed."""
+        view = self._view
+        if (
+            view is None
+            or view.live is not live
+            or view.pulls is not self.pulls
+            or view.draining is not self.draining
+            or view.models is not self.models
+        ):
+            self._view = view = EngineView(
+                name=self.config.name,
+                engine_id=self.config.engine_id,
+                side=self.config.side,
+                live=live,
+                pulls=self.pulls,
+                draining=self.draining,
+                models=self.models,
+            )
+        return view
 
 
 class Hold:
@@ -117,6 +140,7 @@ class Pool:
         for engine in config.engines:
             self._add(engine)
         self._models_asked_at_s = -_MODELS_REFRESH_S
+        self._latest: Snapshot | None = None
         self._refresh = asyncio.Lock()
 
     async def start(self) -> None:
@@ -154,14 +178,24 @@ class Pool:
         return Hold([self._engines[name] for name in names], self._forget_idle)
 
     def snapshot(self, *, return_enabled: bool) -> Snapshot:
-        """Return the pool as it is now."""
-        return Snapshot(
-            engines=tuple(self._view(engine) for engine in self._engines.values()),
+        """Return the pool as it is now: the same object, while nothing has changed."""
+        engines = tuple([engine.view(self._live(engine)) for engine in self._engines.values()])
+        latest = self._latest
+        if (
+            latest is not None
+            and latest.return_enabled is return_enabled
+            and len(latest.engines) == len(engines)
+            and all(map(operator.is_, latest.engines, engines))
+        ):
+            return latest
+        self._latest = latest = Snapshot(
+            engines=engines,
             return_enabled=return_enabled,
             decode_alone_tokens=self._config.decode_alone_tokens,
             max_new_tokens_on_decode=self._config.max_new_tokens_on_decode,
             serve_on_prefill=self._config.serve_on_prefill,
         )
+        return latest
 
     def config_of(self, name: str) -> EngineConfig:
         """Return the settings of an engine of the list, or of one that a call still holds."""
@@ -336,17 +370,6 @@ class Pool:
 
     def _live(self, engine: _Engine) -> bool:
         return engine.healthy and not engine.breaker.is_open(self._clock())
-
-    def _view(self, engine: _Engine) -> EngineView:
-        return EngineView(
-            name=engine.config.name,
-            engine_id=engine.config.engine_id,
-            side=engine.config.side,
-            live=self._live(engine),
-            pulls=engine.pulls,
-            draining=engine.draining,
-            models=engine.models,
-        )
 
     def _tell(self, engine: _Engine, why: str) -> None:
         live = self._live(engine)

@@ -60,7 +60,7 @@ class Relay:
     headers: Mapping[str, str]
     collector: Collector
     config: RouterConfig
-    completed: Callable[[], None]
+    completed: Callable[[Ending], None]
 
     async def stream(self) -> Relayed:
         """Relay server-sent events; a failure becomes the stream's terminal event.
@@ -68,21 +68,21 @@ class Relay:
         Raises:
             ClientGone: the client has left.
         """
-        if not self.answer.started:
-            await self.answer.start(200, {**self.headers, **_STREAM_HEADERS})
         stream = AnswerStream(self.collector, self.completed)
         failure: LegFailed | None = None
+        last = b""
         try:
-            await self._pass_on(stream)
+            last = await self._pass_on(stream)
         except LegFailed as error:
             # After its last event the client has everything, however the connection ends.
             failure = None if stream.done else error
         ending = stream.ending
         if failure is None and ending.problem is None:
-            return Relayed(response=await self.answer.end(), code=200, ending=ending)
+            return Relayed(response=await self.answer.end(last), code=200, ending=ending)
         if stream.client_knows:
-            response = await self.answer.end()
+            response = await self.answer.end(last)
         else:
+            await self.answer.write(last)
             response = await self.answer.fail(self._error(ending, failure))
         return Relayed(
             response=response,
@@ -114,32 +114,58 @@ class Relay:
             return Relayed(
                 response=response, code=error.status, problem="incomplete", ending=ending
             )
-        self.completed()
+        self.completed(ending)
         response = await self.answer.whole(
             200, self.headers, drop_members(body, STRIPPED_BODY_MEMBERS)
         )
         return Relayed(response=response, code=200, ending=ending)
 
-    async def _pass_on(self, stream: AnswerStream) -> None:
-        answer, most = self.answer, self.config.max_event_bytes
+    async def _pass_on(self, stream: AnswerStream) -> bytes:
+        """Pass the events on as they come; return the last of them, which go out with the end.
+
+        Raises:
+            ClientGone: the client has left.
+            LegFailed: the engine broke its answer off.
+        """
+        answer, leg, last = self.answer, self.opened.leg, b""
 
         def take(chunk: bytes) -> bool:
-            keeps_up = answer.send(stream.feed(chunk))
-            if stream.pending_bytes > most:
-                raise LegFailed(
-                    self.opened.engine.name,
-                    "bad_answer",
-                    f"sent an event of more than {most} bytes",
-                    consumed=True,
-                )
+            nonlocal last
+            passed = stream.feed(chunk)
+            if leg.ended:
+                last = passed
+                return True
+            keeps_up = answer.send(passed)
+            self._check_size(stream)
             return keeps_up
 
+        await self._begin(stream.feed(self.opened.first))
+        self._check_size(stream)
         goes_on = True
-        take(self.opened.first)
         while goes_on:
             await answer.drained()
-            goes_on = await self.opened.leg.flow(take)
-        answer.send(stream.close())
+            goes_on = await leg.flow(take)
+        return last + stream.close()
+
+    def _check_size(self, stream: AnswerStream) -> None:
+        """Refuse an event that is too large to wait for its end.
+
+        Raises:
+            LegFailed: it is.
+        """
+        if stream.pending_bytes > self.config.max_event_bytes:
+            raise LegFailed(
+                self.opened.engine.name,
+                "bad_answer",
+                f"sent an event of more than {self.config.max_event_bytes} bytes",
+                consumed=True,
+            )
+
+    async def _begin(self, first: bytes) -> None:
+        if self.answer.started:
+            await self.answer.write(first)
+        else:
+            await self.answer.start(200, {**self.headers, **_STREAM_HEADERS}, first)
 
     def _error(self, ending: Ending, failure: LegFailed | None) -> ApiError:
         if failure is not None:

@@ -12,6 +12,7 @@ from turncache_server.router.following import Conversations
 from turncache_server.router.forecast import Forecast
 from turncache_server.router.keys import KeyFile
 from turncache_server.router.limits import InFlight
+from turncache_server.router.next_prompts import NextPrompts
 from turncache_server.router.outcomes import AsksControl
 from turncache_server.router.plan import Snapshot
 from turncache_server.router.pool import Pool
@@ -55,6 +56,7 @@ class Services:
     sessions: SessionTable
     conversations: Conversations
     forecast: Forecast
+    next_prompts: NextPrompts
     records: CallRecords
     events: Events
     background: Background

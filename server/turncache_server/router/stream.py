@@ -22,6 +22,12 @@ _PING: Final = b": ping\n\n"
 _MAX_UNREAD: Final = 64 * 1024
 
 
+class _Stream(web.StreamResponse):
+    """Sends its headers with the first bytes of its body: one packet, one wake-up of the client."""
+
+    _send_headers_immediately = False
+
+
 class ClientGone(Exception):
     """Raised when the client has closed its connection."""
 
@@ -46,19 +52,23 @@ class ClientAnswer:
         """Whether the headers are out."""
         return self._response is not None
 
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send the headers of a stream.
+    async def start(self, status: int, headers: Mapping[str, str], first: bytes = b"") -> None:
+        """Send the headers of a stream, and with them its first part.
 
         Raises:
             ClientGone: the client has left.
         """
-        response = web.StreamResponse(status=status, headers=headers)
+        response = _Stream(status=status, headers=headers)
         self._chunked = self._request.version >= HttpVersion11
         if self._chunked:
             response.enable_chunked_encoding()
         self._response = response
         try:
             await response.prepare(self._request)
+            if first:
+                await response.write(first)
+            else:
+                self._request.writer.send_headers()
         except ConnectionError as error:
             raise ClientGone from error
         self._transport = self._request.transport
@@ -102,11 +112,15 @@ class ClientAnswer:
         if not self.send(data):
             await self.drained()
 
-    async def end(self) -> web.StreamResponse:
-        """End a stream."""
+    async def end(self, last: bytes = b"") -> web.StreamResponse:
+        """End a stream with its last part.
+
+        Raises:
+            ClientGone: the client has left.
+        """
         assert self._response is not None
         try:
-            await self._response.write_eof()
+            await self._response.write_eof(last)
         except ConnectionError as error:
             raise ClientGone from error
         return self._response

@@ -62,6 +62,11 @@ class EngineAnswer:
         content_type = self._headers.get("content-type", "application/octet-stream")
         self.content_type = content_type.partition(";")[0].strip().lower()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last byte of the answer has arrived."""
+        return self._connection.answer.done
+
     def headers(self, names: tuple[str, ...]) -> dict[str, str]:
         """Return the headers among ``names``, which are in lower case."""
         return {name: self._headers[name] for name in names if name in self._headers}

@@ -7,6 +7,7 @@ line feed) is refused, because the bytes of one call must never be read as anoth
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -16,6 +17,8 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 _MAX_HEADERS: Final = 256
 #: Most bytes of the line with a chunk's size: extensions are legal, and nobody sends them.
 _MAX_SIZE_LINE: Final = 1024
+#: Longest header line that is read once for all answers.
+_KEPT_LINE_BYTES: Final = 100
 
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [^\x00-\x08\x0a-\x1f\x7f]*)?")
 _FIELD: Final = re.compile(
@@ -236,14 +239,21 @@ def _fields(lines: list[bytes]) -> dict[str, str]:
         raise WireError(f"more than {_MAX_HEADERS} headers")
     headers: dict[str, str] = {}
     for line in lines:
-        match = _FIELD.fullmatch(line)
-        if match is None:
-            raise WireError("a line that is no header")
-        name = match[1].decode("ascii").lower()
-        value = match[2].rstrip(b" \t").decode("latin-1")
+        name, value = _known_field(line) if len(line) <= _KEPT_LINE_BYTES else _field(line)
         # Two lengths read as "5, 5", which is none.
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
     return headers
+
+
+def _field(line: bytes) -> tuple[str, str]:
+    match = _FIELD.fullmatch(line)
+    if match is None:
+        raise WireError("a line that is no header")
+    return match[1].decode("ascii").lower(), match[2].rstrip(b" \t").decode("latin-1")
+
+
+# An engine says the same of every answer, but for the date and the length.
+_known_field: Final = functools.lru_cache(maxsize=256)(_field)
 
 
 def _tokens(value: str) -> set[str]:

@@ -18,6 +18,7 @@ from tests.server.router.support import bench, outcome_of
 from turncache.protocol import Boundary, EngineHints
 from turncache_server.router.apis import APIS, COMPLETIONS, MESSAGES, RESPONSES
 from turncache_server.router.body import Body
+from turncache_server.router.ending import Ending
 from turncache_server.router.errors import ApiError
 from turncache_server.router.events import CallEnded
 from turncache_server.router.legs import prefill_body, serving_body
@@ -56,8 +57,8 @@ def stream_of(name: str, *, tools: bool = False, params: Any = None) -> list[byt
 def passed(name: str, chunks: list[bytes]) -> tuple[bytes, AnswerStream, int]:
     """Pass chunks: (what the client gets, the stream, how often it was completed)."""
     api = next(api for api in APIS if api.name == name)
-    calls: list[None] = []
-    stream = AnswerStream(api.collector(1, False), lambda: calls.append(None))
+    calls: list[Ending] = []
+    stream = AnswerStream(api.collector(1, False), calls.append)
     out = b"".join(stream.feed(chunk) for chunk in chunks)
     return out + stream.close(), stream, len(calls)
 

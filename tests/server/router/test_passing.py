@@ -27,7 +27,7 @@ def answer(**members: Any) -> list[bytes]:
 def passed(chunks: list[bytes]) -> tuple[bytes, AnswerStream, list[str]]:
     """Pass chunks: (what the client gets, the stream, what was called)."""
     calls: list[str] = []
-    stream = AnswerStream(ChatEnding(num_choices=1), lambda: calls.append("completed"))
+    stream = AnswerStream(ChatEnding(num_choices=1), lambda _: calls.append("completed"))
     out = b"".join(stream.feed(chunk) for chunk in chunks)
     return out + stream.close(), stream, calls
 
@@ -101,7 +101,7 @@ def test_half_an_event_is_not_sent() -> None:
 def test_completion_is_told_before_the_bytes_that_end_the_answer() -> None:
     """The client's next call may be quicker than the end of this one."""
     calls: list[bytes] = []
-    stream = AnswerStream(ChatEnding(num_choices=1), lambda: calls.append(b"completed"))
+    stream = AnswerStream(ChatEnding(num_choices=1), lambda _: calls.append(b"completed"))
     calls += (stream.feed(chunk) for chunk in answer())
     assert calls.index(b"completed") == calls.index(b"data: [DONE]\n\n") - 1
 

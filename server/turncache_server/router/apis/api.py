@@ -134,6 +134,8 @@ class Api:
             thrown away, and would refuse, stop or enlarge it.
         history: reads the messages in the form by which conversations are followed, from the
             scope and the body; None where nothing can be followed.
+        next_messages: writes the messages of the next prompt, from the body and an answer that asks
+            for tools, as JSON text; None where no prompt is sent ahead.
         takes_session: vLLM's schema has ``session_id``.
         errors: the shape of its errors.
     """
@@ -145,6 +147,7 @@ class Api:
     prefill_put: Callable[[Body], Mapping[str, str]]
     prefill_drop: frozenset[str]
     history: Callable[[str, Body], History | None] = lambda _scope, _body: None
+    next_messages: Callable[[Body, Said], str] | None = None
     takes_session: bool = True
     errors: ErrorForm = OPENAI_ERRORS
 
@@ -155,11 +158,13 @@ def check_types(body: Body, types: Mapping[str, tuple[type, ...]]) -> None:
     Raises:
         ApiError: 400, naming the member.
     """
-    for name, kinds in types.items():
-        value = body.get(name)
+    for name, member in body.members.items():
+        value, kinds = member.value, types.get(name)
         # A boolean is an int in Python, and not in JSON.
-        if value is None or (
-            isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if (
+            kinds is None
+            or value is None
+            or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)))
         ):
             continue
         words = " or ".join(_WORDS[kind] for kind in kinds)

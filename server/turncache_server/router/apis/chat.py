@@ -17,6 +17,7 @@ from turncache_server.router.body import Body
 from turncache_server.router.ending import ChatEnding
 from turncache_server.router.errors import invalid
 from turncache_server.router.histories import chat_history
+from turncache_server.router.next_prompts import next_messages
 
 #: Member to legal types, of what chat and plain completions share.
 SHARED_TYPES: Final[dict[str, tuple[type, ...]]] = {
@@ -156,4 +157,5 @@ CHAT: Final = Api(
     prefill_put=_prefill_put,
     prefill_drop=PREFILL_DROP,
     history=chat_history,
+    next_messages=next_messages,
 )

@@ -1,0 +1,215 @@
+"""Warm ahead: prefill gets what is known of the next prompt before the tools have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.engine import Script, fake_pair
+from tests.server.router.conftest import Pair
+from tests.server.router.support import MESSAGES, TOOLS, Bench, bench, outcome_of
+from turncache_server.router.body import Body
+from turncache_server.router.events import WarmedAhead
+from turncache_server.router.following import Said
+from turncache_server.router.next_prompts import NextPrompts, next_messages
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def warmed(anyio_backend: str) -> AsyncIterator[Pair]:
+    """A router that sends prompts ahead, in front of one prefill and one decode engine."""
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, warm_ahead_s=0.03) as running,
+    ):
+        yield Pair(running, prefill, decode)
+
+
+async def asks(made: Bench, tool_s: float, **members: Any) -> dict[str, Any]:
+    """Make a call that ends in a tool call; return the message that a client appends."""
+    headers = {"Turncache-Tools": f"search={tool_s}"}
+    answer = await made.chat(tools=TOOLS, session="s", headers=headers, **members)
+    if not members.get("stream"):
+        message: dict[str, Any] = answer.json()["choices"][0]["message"]
+        return message
+    return {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+#: What the fake asks for after two messages.
+CALL = {
+    "id": "call_2",
+    "type": "function",
+    "function": {"name": "search", "arguments": '{"query": "step 2"}'},
+}
+
+
+def with_results(reply: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the history with the tool's result."""
+    result = {"role": "tool", "tool_call_id": "call_2", "content": "Laura lives in Turin. " * 4}
+    return [*MESSAGES, reply, result]
+
+
+async def results(made: Bench, count: int) -> list[str]:
+    """Wait until this many prompts have come to their end; return what became of them."""
+    told = await made.eventually(
+        lambda: made.of_kind(WarmedAhead), lambda events: len(events) >= count
+    )
+    return [event.result for event in told]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prefill_is_up_to_date_when_the_tools_end(warmed: Pair, stream: bool) -> None:
+    """It pulls the answer from decode in the wait, and the next call has nothing to pull."""
+    reply = await asks(warmed.bench, 0.06, stream=stream)
+    assert await results(warmed.bench, 1) == ["warmed"]
+    first, ahead = warmed.prefill.seen
+    assert ahead.body["messages"] == [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_2", "content": ""},
+    ]
+    assert (ahead.body["max_tokens"], ahead.body["stream"]) == (1, False)
+    assert ahead.body["tools"] == TOOLS
+    assert ahead.xargs["tc_source"] == "decode-0"
+    assert ahead.xargs["tc_call"] == "prefill"
+    assert "tc_handover" not in ahead.xargs
+    assert ahead.xargs["tc_request"] != first.xargs["tc_request"]
+    assert len(warmed.decode.seen) == 1
+    (told,) = warmed.bench.of_kind(WarmedAhead)
+    assert told.outcome.returned > 0
+    answer = await warmed.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
+    outcome = outcome_of(answer)
+    assert (outcome.returned, outcome.lost) == (0, 0)
+    assert outcome.local >= told.outcome.local + told.outcome.returned
+    for source in ("local", "returned", "computed"):
+        sample = f'turncache_router_warm_ahead_tokens_total{{source="{source}"}}'
+        assert await warmed.bench.metric(sample) == getattr(told.outcome, source)
+    assert await warmed.bench.metric('turncache_router_warm_ahead_total{result="warmed"}') == 1
+
+
+async def test_a_session_that_is_back_first_is_not_warmed(warmed: Pair) -> None:
+    """Its call brings the prompt itself."""
+    reply = await asks(warmed.bench, 600)
+    await warmed.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
+    assert await results(warmed.bench, 1) == ["overtaken"]
+    assert len(warmed.prefill.seen) == 2
+
+
+async def test_a_session_that_has_ended_is_not_warmed(warmed: Pair) -> None:
+    """Nobody will be back."""
+    await asks(warmed.bench, 600)
+    await warmed.bench.http.post(
+        "/v1/sessions", json={"notice": "final"}, headers={"X-Session-ID": "s"}
+    )
+    await warmed.bench.chat(session="s")
+    assert warmed.bench.of_kind(WarmedAhead) == []
+
+
+@pytest.mark.parametrize("tool_s", [0.0, 0.03])
+async def test_a_tool_that_is_as_quick_is_not_worth_it(warmed: Pair, tool_s: float) -> None:
+    """The prompt sent ahead would meet the call itself."""
+    reply = await asks(warmed.bench, tool_s)
+    await warmed.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
+    assert warmed.bench.of_kind(WarmedAhead) == []
+    assert len(warmed.prefill.seen) == 2
+
+
+async def test_nothing_is_sent_ahead_by_default(pair: Pair) -> None:
+    """It costs prefill work, and pays only where waits are foreseen."""
+    reply = await asks(pair.bench, 0.01)
+    await asyncio.sleep(0.04)
+    await pair.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
+    assert len(pair.prefill.seen) == 2
+
+
+async def test_nothing_is_sent_ahead_while_returns_are_off(warmed: Pair) -> None:
+    """Prefill would compute what it cannot pull."""
+    warmed.bench.router.return_enabled = False
+    reply = await asks(warmed.bench, 600)
+    await warmed.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
+    assert warmed.bench.of_kind(WarmedAhead) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "result"),
+    [
+        pytest.param(Script(status=400), "refused", id="the engine refuses"),
+        pytest.param(Script(die="before"), "failed", id="the engine breaks off"),
+    ],
+)
+async def test_what_fails_is_counted_and_costs_no_call(
+    warmed: Pair, script: Script, result: str
+) -> None:
+    """The session goes on as without it."""
+    warmed.prefill.scripts = [Script(), script]
+    reply = await asks(warmed.bench, 0.06)
+    assert await results(warmed.bench, 1) == [result]
+    answer = await warmed.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
+    assert answer.status_code == 200
+    assert outcome_of(answer).lost == 0
+
+
+async def test_an_engine_that_pulls_nothing_is_left_alone(warmed: Pair) -> None:
+    """Its mode may have changed since the call."""
+    await asks(warmed.bench, 0.2)
+    warmed.decode.mode = "off"
+    assert await results(warmed.bench, 1) == ["no_engine"]
+    assert len(warmed.prefill.seen) == 1
+
+
+@given(
+    text=st.text(),
+    spaces=st.sampled_from(["", " ", "\n  "]),
+    said=st.text(),
+    calls=st.lists(st.tuples(st.text(min_size=1), st.text(), st.text()), min_size=1, max_size=3),
+)
+def test_the_history_stays_byte_for_byte(
+    text: str, spaces: str, said: str, calls: list[tuple[str, str, str]]
+) -> None:
+    """What is added comes behind it; every call has its result, under the id that it has."""
+    history = f'[{spaces}{{"role" :"user","content":{json.dumps(text)}}}{spaces}]'
+    body = Body.parse(f'{{"messages":{history},"n":1}}'.encode(), max_depth=20)
+    made = next_messages(
+        body,
+        Said(
+            text=said,
+            calls=tuple((name, arguments) for name, arguments, _ in calls),
+            call_ids=tuple(call_id for _, _, call_id in calls),
+        ),
+    )
+    assert made.startswith(history[:-1].rstrip())
+    user, assistant, *after = json.loads(made)
+    assert user["content"] == text
+    assert assistant["content"] == (said or None)
+    assert [call["id"] for call in assistant["tool_calls"]] == [
+        result["tool_call_id"] for result in after
+    ]
+    functions = [call["function"] for call in assistant["tool_calls"]]
+    assert [(f["name"], f["arguments"]) for f in functions] == [call[:2] for call in calls]
+
+
+async def test_waiting_prompts_are_bounded_and_freed() -> None:
+    """Of a session there is one; what is dropped makes room."""
+    sent: list[str] = []
+    made = NextPrompts(100)
+    assert made.later("a", 60, 600.0, lambda: sent.append("a"))
+    assert not made.later("b", 60, 600.0, lambda: sent.append("b"))
+    assert made.later("a", 90, 600.0, lambda: sent.append("a again"))
+    assert len(made) == 1
+    assert made.drop("a")
+    assert not made.drop("a")
+    done = asyncio.Event()
+    assert made.later("b", 100, 0.0, done.set)
+    await done.wait()
+    assert sent == []
+    assert len(made) == 0
+    assert made.later("c", 100, 600.0, lambda: sent.append("c"))
+    made.close()
+    assert len(made) == 0
