@@ -206,7 +206,7 @@ class Agent:
         while not over.is_set():
             try:
                 self._act()
-            except (openai.APIError, EngineFault) as error:
+            except (openai.APIError, EngineFault, OSError) as error:
                 if self._weather.rough:
                     self._seen.note("error", f"{self._name} {str(error)[:80]}")
                     over.wait(1)

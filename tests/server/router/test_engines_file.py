@@ -121,7 +121,7 @@ def test_engines_are_named_in_one_place(tmp_path: Path, capsys: pytest.CaptureFi
     """Two lists would have to be merged; but a flag replaces whatever the files say."""
     path, config = tmp_path / "engines.toml", tmp_path / "router.toml"
     path.write_text(table(single("a")))
-    with pytest.raises(ConfigError, match="in one of them"):
+    with pytest.raises(ConfigError, match="in one of "):
         parse_config({"engines_file": str(path), "engines": [single("b")]})
     config.write_text(f'engines_file = "{path}"\nport = 99999')
     assert main(["--config", str(config), "--engine", "name=b,side=single,url=http://h:1"]) == 2
