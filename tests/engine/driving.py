@@ -234,8 +234,14 @@ class Driver:
         (values,) = reply["results"]
         return [values[block_id] for block_id in ids]
 
+    def step(self, name: str) -> None:
+        """Let an engine step: it has nothing to do, and a call of nobody comes."""
+        body = {"model": self.stack.model, "prompt": "Step.", "max_tokens": 1}
+        status, reply = self.post(f"{self.engine(name).url}/v1/completions", body)
+        assert status == 200, reply
+
     def settle(self, name: str, gauge: str, value: float, *, timeout_s: float = 20.0) -> float:
-        """Wait until a gauge has a value, stepping the engine; returns the last reading."""
+        """Wait until a gauge has a value; returns the last reading."""
         deadline = time.monotonic() + timeout_s
         reading = self.stats(name).gauges[gauge]
         while reading != value and time.monotonic() < deadline:
