@@ -94,8 +94,8 @@ def stats(
         keys,
         lambda client, address: client.ask(address, Stats(), StatsReply, timeout_s=timeout),
     )
-    for address, error in silent.items():
-        progress(f"{address}: {error}")
+    for error in silent.values():
+        progress(str(error))
     if as_json:
         write_json({a: {"counters": r.counters, "gauges": r.gauges} for a, r in replies.items()})
         _raise_first(silent)
@@ -128,8 +128,8 @@ def sessions(
             address, Sessions(limit=limit), SessionsReply, timeout_s=timeout
         ),
     )
-    for address, error in silent.items():
-        progress(f"{address}: {error}")
+    for error in silent.values():
+        progress(str(error))
     if as_json:
         write_json({address: _sessions_data(reply) for address, reply in replies.items()})
     else:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import urlsplit
@@ -124,10 +125,11 @@ def _look_at_base_url(text: str, model: str | None, api_key: str) -> list[Findin
 
 
 def _look_at_file(name: str) -> list[Finding]:
+    # What is no text is counted as lines without a request, as what is no JSON is.
     if name == "-":
-        return look_at_log(sys.stdin)
+        return look_at_log(TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="replace"))
     try:
-        with Path(name).open(encoding="utf-8") as lines:
+        with Path(name).open(encoding="utf-8", errors="replace") as lines:
             return look_at_log(lines)
     except OSError as error:
         raise UsageError(f"--log {name!r}: {error.strerror}") from error

@@ -74,7 +74,7 @@ class LogReader:
                 found = [Habit.BILLING_HEADER] if is_billed else []
                 for habit in (*found, *habits(body, reading)):
                     self._note(number, habit, HABITS[habit])
-            except (ValueError, TypeError, AttributeError, KeyError):
+            except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
                 self._num_odd += 1
 
     def findings(self) -> list[Finding]:

@@ -96,6 +96,8 @@ def make_flags(spec: StackSpec, merge_with: str | None) -> Flags:
         existing = _read_existing(merge_with)
         launches = tuple(_merged(launch, existing) for launch in launches)
     toml = router_config(spec, ports.router, launches) if spec.has_router else None
+    if toml is not None:
+        preflight.check_router_config(toml)
     return Flags(engines=launches, router_toml=toml)
 
 

@@ -63,7 +63,8 @@ def report(
     files = [Path(text) for text in sources if Path(text).is_file()]
     addresses = [text for text in sources if not Path(text).is_file()]
     for text in addresses:
-        if "/" in text and "://" not in text:
+        is_address = "://" in text or text.isdigit() or (":" in text and "/" not in text)
+        if not is_address:
             raise UsageError(f"{text!r}: no such file; give a trace or a control socket")
     usages = _of_files(files)
     if addresses or not files:

@@ -69,6 +69,7 @@ def router(
                     if callers is None
                     else sorted({str(caller.tenant) for caller in callers.values()}),
                     "engines_file": settings.engines_file or None,
+                    "kubernetes_selector": settings.kubernetes_selector or None,
                     "engines": engines,
                     "limits": {name: getattr(settings, name) for name in _LIMITS},
                 }

@@ -255,6 +255,20 @@ def test_a_log_from_the_command_line(turncache: Run, tmp_path: Path) -> None:
     assert turncache("doctor", "--log", str(tmp_path / "none")).code == 2
 
 
+def test_a_log_of_rubbish_is_a_failure_without_a_trace(turncache: Run, tmp_path: Path) -> None:
+    """What is no text, and nests too deep, is a line without a request; others are read."""
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(b"\xc2\x28\n" + b"[" * 100_000 + b"\n")
+    ran = turncache("doctor", "--log", str(path))
+    assert ran.code == 1
+    assert "no request in 2 lines" in ran.out
+    with path.open("a") as lines:
+        lines.write(json.dumps(body(LOOP)) + "\n")
+    ran = turncache("doctor", "--log", str(path))
+    assert ran.code == 0
+    assert "1 requests" in ran.out
+
+
 def test_an_empty_log_is_a_failure() -> None:
     """A file without requests says what was expected."""
     [finding] = look_at_log(["{}"])

@@ -78,6 +78,7 @@ def test_flags_describe_a_fleet(turncache: Run) -> None:
         (("--engine-host", "prefill-0=0.0.0.0"), "expected an address that others reach"),
         (("--set", "fleet_secret_file=/x"), "set the stack's own fleet_secret_file"),
         (("--set-router", "fleet_secret_file=/x"), "follows from the stack"),
+        (("--set-router", "colour=red"), "no such setting"),
     ],
 )
 def test_a_fleet_that_cannot_work_is_refused(

@@ -203,6 +203,7 @@ def test_nothing_observed_fails_the_command(turncache: Run, control: Control) ->
     [
         ((), 2, ""),
         (("no/such/file.jsonl",), 2, "no such file"),
+        (("nosuchfile",), 2, "no such file"),
         (("tcp://127.0.0.1:1", "--timeout", "0.2"), 4, "tcp://127.0.0.1:1"),
         (("5800", "--prefill-speed", "0"), 2, "above 0"),
     ],

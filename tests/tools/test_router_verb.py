@@ -93,6 +93,8 @@ def test_a_check_needs_no_cluster(turncache: Run, tmp_path: Path) -> None:
     ran = turncache("router", "--config", str(path), "--check")
     assert ran.code == 0
     assert "engines that Kubernetes names (app=turncache)" in ran.out
+    ran = turncache("router", "--config", str(path), "--check", "--json")
+    assert json.loads(ran.out)["kubernetes_selector"] == "app=turncache"
 
 
 def test_a_wrong_configuration_names_the_setting(turncache: Run, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class SavedBlocks:
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             if not lines:
                 path.write_text(head + "\n", encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--resume {path}: cannot be used: {error}") from error
         if lines and lines[0] != head:
             raise UsageError(

@@ -19,6 +19,7 @@ from turncache_tools.bench.arms import OFF, OFF_AGAIN, StackFacts, StockPair, ch
 from turncache_tools.bench.counters import difference, prefix_caching, read_counters
 from turncache_tools.bench.page import page
 from turncache_tools.bench.results import BlockResult, of_arm, pairs
+from turncache_tools.bench.saved import SavedBlocks
 from turncache_tools.bench.statistics import bootstrap, median_ratio, quantile, summary
 from turncache_tools.bench.stream import Lines
 
@@ -223,6 +224,15 @@ def test_whole_run_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
         code, _ = bench(stack, *options, "--seed", "2")
     assert code == 2
     assert "other options" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_not_gone_on_from(tmp_path: Path) -> None:
+    """It is named, and left as it is."""
+    path = tmp_path / "blocks.jsonl"
+    path.write_bytes(b"\xc2\x28")
+    with pytest.raises(UsageError, match=r"blocks\.jsonl: cannot be used"):
+        SavedBlocks(path, {})
+    assert path.read_bytes() == b"\xc2\x28"
 
 
 def test_a_switch_is_waited_for_until_the_router_knows_it(tmp_path: Path) -> None:
