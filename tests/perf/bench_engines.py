@@ -225,7 +225,7 @@ def round_of_kept(caller: Pair) -> tuple[float, float]:
     return local / (complete * BLOCK), flooded / flood_s
 
 
-def kept(rounds: int = 6) -> Iterator[Figure]:
+def kept(rounds: int = 4) -> Iterator[Figure]:
     """Yield what is kept and how fast the flood is."""
     with started(num_blocks={"single": POOL_BLOCKS}, max_model_len=2560) as stack:
         caller = Pair(stack)
