@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from turncache.errors import ConfigError, ProtocolError
 from turncache.protocol import check_session_id
@@ -319,15 +319,18 @@ def _check_redis(url: str) -> None:
         parts = urlsplit(url)
         # Of a socket the path is the place; and settings are shown, so they hold no password.
         place = parts.path if parts.scheme == "unix" else parts.hostname and parts.port != 0
-        legal = (
-            parts.scheme in ("redis", "rediss", "unix") and bool(place) and parts.password is None
+        secret = parts.password is not None or "password" in parse_qs(
+            parts.query, keep_blank_values=True
         )
+        legal = parts.scheme in ("redis", "rediss", "unix") and bool(place) and not secret
     except ValueError:
         legal = False
     if not legal:
+        # A password may stand before the last @, or anywhere behind a question mark.
+        shown = url.partition(":")[0] if "?" in url else url.rpartition("@")[2]
         raise ConfigError(
             "redis_url",
-            f"{url.rpartition('@')[2]!r}: expected redis://host:6379/0, rediss:// or unix:///path, "
+            f"{shown!r}: expected redis://host:6379/0, rediss:// or unix:///path, "
             "without a password: redis_password_env names the variable that holds it",
         )
 

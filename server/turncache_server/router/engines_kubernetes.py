@@ -32,6 +32,15 @@ _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/nam
 #: After so long the API ends a watch, and the list is read again.
 _WATCH_S: Final = 240
 _LIST_TIMEOUT_S: Final = 30
+#: No answer, or one whose shape is another: whoever watches must not end with it.
+_UNREADABLE: Final = (
+    aiohttp.ClientError,
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+)
 
 
 class Slices:
@@ -209,7 +218,7 @@ async def _follow(watcher: Watcher, config: RouterConfig, pool: Pool, events: Ev
             pass  # the list is read again
         except ConfigError as error:
             taker.refuse(str(error))
-        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+        except _UNREADABLE as error:
             taker.refuse(f"Kubernetes cannot be asked: {error or type(error).__name__}")
         await asyncio.sleep(config.health_interval_s)
 

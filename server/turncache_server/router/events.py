@@ -136,7 +136,8 @@ class WarmedAhead:
 
     Attributes:
         result: ``warmed``, ``overtaken`` (the session was back first), ``no_room``,
-            ``no_engine`` (one that it needs is not there), ``refused`` or ``failed``.
+            ``no_engine`` (one that it needs is not there, or returns are off by now),
+            ``refused`` or ``failed``.
         outcome: what it has cost, None when that is not known.
     """
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from aiohttp import web
 
+from turncache.protocol import MAX_RETAIN_S
 from turncache_server.control.messages import Signal, session_digest
 from turncache_server.router import metrics
 from turncache_server.router.apis import APIS, errors_of
@@ -143,15 +144,24 @@ class Handlers:
         if kind == "final":
             services.sessions.forget(tags.session_id)
             services.forecast.forget(tags.session_id)
-            services.next_prompts.drop(tags.session_id)
         elif kind == "wait":
             services.forecast.expects(tags.session_id, expect_s)
+        self._time_prompt(tags.session_id, kind, expect_s)
         signal = Signal(session=tags.session_id, kind=kind, expect_s=expect_s)
         reply = await send_signal(services, names, signal)
         return web.json_response(
             {"accepted": reply.accepted, "clipped_s": reply.clipped_s, "why": reply.why or None},
             status=202,
         )
+
+    def _time_prompt(self, session: str, kind: str, expect_s: float | None) -> None:
+        """Let a prompt that is to be sent ahead follow what the client says of the wait."""
+        prompts, ahead_s = self._services.next_prompts, self._services.config.warm_ahead_s
+        if kind != "wait" or (expect_s is not None and not ahead_s < expect_s < MAX_RETAIN_S):
+            # It is back, its history changes, or nobody waits for it for so long.
+            prompts.drop(session)
+        elif expect_s is not None:
+            prompts.move(session, expect_s - ahead_s)
 
     async def sessions(self, request: web.Request) -> web.Response:
         """Serve ``GET /v1/sessions``: the latest sessions, by hash, for an admin."""

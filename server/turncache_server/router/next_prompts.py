@@ -40,6 +40,7 @@ def next_messages(body: Body, said: Said) -> str:
 class _Waiting:
     timer: asyncio.TimerHandle
     size_bytes: int
+    send: Callable[[], None]
 
 
 class NextPrompts:
@@ -70,9 +71,15 @@ class NextPrompts:
             send()
 
         timer = asyncio.get_running_loop().call_later(delay_s, due)
-        self._waiting[session] = _Waiting(timer, size_bytes)
+        self._waiting[session] = _Waiting(timer, size_bytes, send)
         self._size_bytes += size_bytes
         return True
+
+    def move(self, session: str, delay_s: float) -> None:
+        """Give a session's prompt, if there is one, another time: ``delay_s`` from now."""
+        waiting = self._waiting.get(session)
+        if waiting is not None:
+            self.later(session, waiting.size_bytes, delay_s, waiting.send)
 
     def drop(self, session: str) -> bool:
         """Forget a session's prompt; False when there is none."""

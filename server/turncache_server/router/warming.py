@@ -9,13 +9,16 @@ whose cost is counted; a session that is back sooner is not warmed.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
-from turncache.protocol import EngineHints, Plan, Reason
+from turncache.protocol import MAX_RETAIN_S, EngineHints, Plan, Reason
 from turncache_server.router.errors import LegFailed
 from turncache_server.router.events import WarmedAhead
 from turncache_server.router.following import Said
-from turncache_server.router.legs import leg_headers, prefill_body
+from turncache_server.router.legs import forwarded, leg_headers, prefill_body
 from turncache_server.router.opening import CallInput
 from turncache_server.router.outcomes import Asked, ask_outcome
 from turncache_server.router.plan import CallPlan, EngineView
@@ -45,22 +48,47 @@ def warm_later(
         expect_s: seconds that the tools are expected to take.
     """
     ahead_s = services.config.warm_ahead_s
-    if call.api.next_messages is None or expect_s <= ahead_s:
+    # Of a session that is away for longer decode keeps nothing.
+    if call.api.next_messages is None or not ahead_s < expect_s < MAX_RETAIN_S:
         return
-    messages = call.api.next_messages(call.body, said)
+    ahead = _ahead(services, call, said, prefill, source)
 
     def send() -> None:
-        work = _warm(services, call, messages, prefill, source)
-        services.background.spawn(work, "warm ahead")
+        services.background.spawn(_warm(services, ahead), "warm ahead")
 
-    size_bytes = len(call.body.raw) + len(messages)
-    if not services.next_prompts.later(call.tags.session_id, size_bytes, expect_s - ahead_s, send):
+    if not services.next_prompts.later(
+        call.tags.session_id, len(ahead.body), expect_s - ahead_s, send
+    ):
         services.events.emit(WarmedAhead(result="no_room"))
 
 
-async def _warm(
-    services: Services, call: CallInput, messages: str, prefill: EngineView, source: EngineView
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ahead:
+    """A request that waits for its time: its bytes, and nothing of the call that it is made of.
+
+    What has been parsed of a prompt takes many times the memory of its bytes.
+
+    Attributes:
+        request: minted for it.
+        path: of the resource.
+        body: JSON.
+        headers: makes the headers of a try whose request id is given.
+        prefill: name of the engine that it is for.
+        source: name of the engine that it pulls from.
+    """
+
+    request: str
+    path: str
+    body: bytes
+    headers: Callable[[str], Mapping[str, str]]
+    prefill: str
+    source: str
+
+
+def _ahead(
+    services: Services, call: CallInput, said: Said, prefill: EngineView, source: EngineView
+) -> _Ahead:
+    assert call.api.next_messages is not None
     request = services.new_id()
     tags = call.tags
     hints = EngineHints(
@@ -74,36 +102,49 @@ async def _warm(
         call="prefill",
         request=request,
     )
-    body = prefill_body(call.api, call.body, hints, salt=call.salt, more={"messages": messages})
-    engines = services.snapshot().engines
-    able = {e.name for e in engines if e.live and e.pulls and not e.draining}
-    if not {prefill.name, source.name} <= able:
+    more = {"messages": call.api.next_messages(call.body, said)}
+    client, session = forwarded(call.headers), tags.session_id
+    return _Ahead(
+        request=request,
+        path=call.api.path,
+        body=prefill_body(call.api, call.body, hints, salt=call.salt, more=more),
+        headers=lambda request_id: leg_headers(
+            client, session=session, request_id=request_id, engine_key=services.engine_key
+        ),
+        prefill=prefill.name,
+        source=source.name,
+    )
+
+
+async def _warm(services: Services, ahead: _Ahead) -> None:
+    snapshot = services.snapshot()
+    able = {e.name for e in snapshot.engines if e.live and e.pulls and not e.draining}
+    # Returns may have been switched off since the call, or the router may be on its way out.
+    wanted = snapshot.return_enabled and not services.switches.draining
+    if not wanted or not {ahead.prefill, ahead.source} <= able:
         services.events.emit(WarmedAhead(result="no_engine"))
         return
-    hold = services.pool.hold([prefill.name])
+    tries = itertools.count(1)
+    hold = services.pool.hold([ahead.prefill])
     try:
         leg = await services.upstream.post(
-            services.pool.config_of(prefill.name),
-            call.api.path,
-            body,
-            lambda: leg_headers(
-                call.headers,
-                session=tags.session_id,
-                request_id=f"{request}-w",
-                engine_key=services.engine_key,
-            ),
+            services.pool.config_of(ahead.prefill),
+            ahead.path,
+            ahead.body,
+            # As of any leg: an id that two tries share would let one end the other.
+            lambda: ahead.headers(f"{ahead.request}-w{next(tries)}"),
         )
         async with leg:
             await leg.rest(await leg.first_chunk(), services.config.max_answer_bytes)
         if leg.status != 200:
             services.events.emit(WarmedAhead(result="refused"))
             return
-        services.pool.answered(prefill.name)
-        asked = await _outcome(services, prefill, request)
+        services.pool.answered(ahead.prefill)
+        asked = await _outcome(services, ahead)
     except LegFailed as failure:
         # Told like any other: an engine that breaks takes no calls for a while.
         if failure.engine_at_fault:
-            services.pool.failed(prefill.name, failure.kind)
+            services.pool.failed(ahead.prefill, failure.kind)
         services.events.emit(WarmedAhead(result="failed"))
         return
     finally:
@@ -111,10 +152,10 @@ async def _warm(
     services.events.emit(WarmedAhead(result="warmed", outcome=asked.outcome))
 
 
-async def _outcome(services: Services, prefill: EngineView, request: str) -> Asked:
-    address = services.pool.control_of(prefill.name)
+async def _outcome(services: Services, ahead: _Ahead) -> Asked:
+    address = services.pool.control_of(ahead.prefill)
     if address is None:
         return Asked()
-    plan = CallPlan(label=Plan.RETURN, reason=Reason.OK, prefill=(prefill,), serve=())
+    plan = CallPlan(label=Plan.RETURN, reason=Reason.OK, prefill=(), serve=())
     limit_s = services.config.control_timeout_s
-    return await ask_outcome(services.control, address, request, plan, timeout_s=limit_s)
+    return await ask_outcome(services.control, address, ahead.request, plan, timeout_s=limit_s)

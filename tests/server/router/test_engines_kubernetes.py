@@ -96,6 +96,23 @@ async def test_an_api_that_refuses_leaves_the_engines_as_they_are(
     assert "get, list and watch" in line
 
 
+async def test_slices_of_another_shape_do_not_end_the_watch() -> None:
+    """They are refused like a list that is no fleet, and the next state counts again."""
+    engine = FakeEngine("pod-0")
+    async with (
+        fake_engines(engine),
+        KubernetesApi() as api,
+        bench(kubernetes=api.client(), **SETTINGS) as running,
+    ):
+        good = slice_of("engines-x", "single", [engine])
+        api.put({**good, "endpoints": [None]})
+        await running.eventually(
+            lambda: [e for e in running.of_kind(EnginesRefused) if "cannot be asked" in e.why], bool
+        )
+        api.put(good)
+        await live(running, 1)
+
+
 def test_slices_are_read_as_engines() -> None:
     """Each endpoint once, ready or not; what is no engine is left out."""
     slices = Slices()

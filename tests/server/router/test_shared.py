@@ -219,6 +219,8 @@ def test_any_entry_is_read_or_refused(fields: dict[str, str]) -> None:
         "redis://",
         "unix://",
         f"redis://user:{SECRET}@h",
+        f"redis://h?password={SECRET}",
+        f"redis://h?password=a@{SECRET}",
         "redis://h:port",
     ],
 )

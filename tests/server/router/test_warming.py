@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,6 +19,7 @@ from turncache_server.router.body import Body
 from turncache_server.router.events import WarmedAhead
 from turncache_server.router.following import Said
 from turncache_server.router.next_prompts import NextPrompts, next_messages
+from turncache_server.router.opening import CallInput
 
 pytestmark = pytest.mark.anyio
 
@@ -110,6 +112,61 @@ async def test_a_session_that_has_ended_is_not_warmed(warmed: Pair) -> None:
     )
     await warmed.bench.chat(session="s")
     assert warmed.bench.of_kind(WarmedAhead) == []
+
+
+async def notify(made: Bench, **notice: Any) -> None:
+    """Say something of the session."""
+    answer = await made.http.post("/v1/sessions", json=notice, headers={"X-Session-ID": "s"})
+    assert answer.status_code == 202
+
+
+@pytest.mark.parametrize(
+    "notice",
+    [
+        {"notice": "cancel"},
+        {"notice": "compaction"},
+        {"notice": "resume"},
+        {"notice": "wait", "expect_s": 0.01},
+        {"notice": "wait", "expect_s": 7200},
+    ],
+    ids=str,
+)
+async def test_a_session_that_is_given_up_or_back_is_not_warmed(
+    warmed: Pair, notice: dict[str, Any]
+) -> None:
+    """Nobody will bring that prompt, or it comes at once."""
+    reply = await asks(warmed.bench, 600)
+    await notify(warmed.bench, **notice)
+    await warmed.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
+    assert warmed.bench.of_kind(WarmedAhead) == []
+
+
+async def test_the_prompt_moves_with_what_the_client_expects(warmed: Pair) -> None:
+    """It knows better than a forecast; a wait of which it knows nothing stays as it is."""
+    await asks(warmed.bench, 600)
+    await notify(warmed.bench, notice="wait")
+    await notify(warmed.bench, notice="wait", expect_s=0.06)
+    assert await results(warmed.bench, 1) == ["warmed"]
+
+
+async def test_returns_that_are_switched_off_in_the_wait_are_off(warmed: Pair) -> None:
+    """Prefill would compute what it cannot pull."""
+    await asks(warmed.bench, 0.06)
+    warmed.bench.router.return_enabled = False
+    assert await results(warmed.bench, 1) == ["no_engine"]
+    assert len(warmed.prefill.seen) == 1
+
+
+async def test_what_waits_is_the_request_and_not_the_call(warmed: Pair) -> None:
+    """What has been parsed of a prompt takes many times the bytes that are counted."""
+    await asks(warmed.bench, 600)
+
+    def num_kept() -> int:
+        gc.collect()
+        return sum(isinstance(each, Body | CallInput) for each in gc.get_objects())
+
+    # The end of a call is told a moment after its answer.
+    await warmed.bench.eventually(num_kept, lambda count: count == 0)
 
 
 @pytest.mark.parametrize("tool_s", [0.0, 0.03])
