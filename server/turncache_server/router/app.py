@@ -172,7 +172,11 @@ async def serving(
                 kubernetes_followed(config, services.pool, events, kubernetes),
                 waits_shared(shared, events, config.redis_interval_s),
             ):
-                yield router
+                try:
+                    yield router
+                finally:
+                    # At once: readiness says so while the rest is still being closed.
+                    services.switches.draining = True
         finally:
             services.switches.draining = True
             await site.stop()

@@ -10,6 +10,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
+def tell_failure(task: asyncio.Task[None]) -> None:
+    """Log why a task has failed, when nobody waits for it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s failed", task.get_name(), exc_info=error)
+
+
 class Background:
     """A set of tasks that ends with the application."""
 
@@ -24,8 +30,7 @@ class Background:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s failed", task.get_name(), exc_info=error)
+        tell_failure(task)
 
     async def close(self, timeout_s: float) -> None:
         """Wait for the tasks, then cancel what is left."""

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from turncache.errors import ConfigError
 from turncache.protocol import MAX_RETAIN_S, tool_key
+from turncache_server.router.background import tell_failure
 from turncache_server.router.config import RouterConfig
 from turncache_server.router.events import CallStarted, Event, Events, WaitEnded, WaitsExchanged
 from turncache_server.router.forecast import MAX_TENANTS
@@ -280,6 +281,7 @@ async def waits_shared(
         yield
         return
     task = asyncio.create_task(shared.run(events, interval_s), name="share tool waits")
+    task.add_done_callback(tell_failure)
     try:
         yield
     finally:
