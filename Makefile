@@ -52,7 +52,7 @@ test-scheduler: setup-engine ## vLLM's real scheduler, no model
 
 .PHONY: test-engine
 test-engine: models ## real engines, one stack at a time
-	$(call timed,engine tier,$(ENGINE) -m pytest -q -m engine tests)
+	$(call timed,engine tier,$(ENGINE) -m pytest -q tests/engine)
 
 .PHONY: test-openai
 test-openai: setup ## the client on several versions of openai
