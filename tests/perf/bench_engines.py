@@ -35,6 +35,7 @@ from tests.perf.figures import Figure, percentile, show, write
 from turncache import Outcome
 from turncache.protocol import FINAL_HEADER, REQUEST_ID_HEADER
 from turncache_server.launch.stack import Stack, StackSpec, start
+from turncache_server.stock import HAND_OVER
 
 BLOCK: Final = 32
 SESSIONS: Final = 8
@@ -156,7 +157,7 @@ class StockPair:
             **arguments,
             max_tokens=1,
             extra_headers=headers,
-            extra_body={"cache_salt": salt, "kv_transfer_params": dict(_HAND_OVER)},
+            extra_body={"cache_salt": salt, "kv_transfer_params": dict(HAND_OVER)},
         )
         params = (leg.model_extra or {})["kv_transfer_params"]
         return timed(
@@ -176,16 +177,6 @@ class StockPair:
         """Close connections."""
         self._prefill.close()
         self._decode.close()
-
-
-_HAND_OVER: Final = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 # --- kept --------------------------------------------------------------------------------

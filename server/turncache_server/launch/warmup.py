@@ -10,6 +10,7 @@ from typing import Any, Final
 from turncache.errors import EngineFault
 from turncache.protocol import FINAL_HEADER, SESSION_HEADER
 from turncache_server.launch.loopback import Answer, post_json
+from turncache_server.stock import HAND_OVER
 
 #: About 150 to 300 tokens in any vocabulary: more than the threshold below which nothing is
 #: transferred, less than any usable context.
@@ -48,16 +49,10 @@ def warm_up_stock_pair(prefill_url: str, decode_url: str, model: str) -> str | N
         EngineFault: a server error, or no answer.
     """
     body = {"model": model, "prompt": _TEXT, "temperature": 0}
-    ask = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
     path = "/v1/completions"
-    first = _post(prefill_url + path, {**body, "max_tokens": 1, "kv_transfer_params": ask}, {})
+    first = _post(
+        prefill_url + path, {**body, "max_tokens": 1, "kv_transfer_params": dict(HAND_OVER)}, {}
+    )
     if first.status != 200:
         return f"prefill: HTTP {first.status}: {first.excerpt}"
     params = first.data().get("kv_transfer_params")

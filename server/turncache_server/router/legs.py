@@ -17,6 +17,7 @@ import msgspec
 from turncache.protocol import REQUEST_ID_HEADER, SESSION_HEADER, EngineHints
 from turncache_server.router.apis.api import Api
 from turncache_server.router.body import XARGS, Body
+from turncache_server.stock import HAND_OVER
 
 # vLLM prefers the header, but reads the member where the header is missing: a client must
 # not choose the id of an engine's request, two equal ones corrupt its state.
@@ -44,17 +45,6 @@ TRACE_HEADERS: Final = ("traceparent", "tracestate")
 ANSWER_HEADERS: Final = ("content-type", "retry-after")
 
 
-#: What a prefill engine is asked in a stock hand-over: hold the prompt's KV, and say where.
-_HOLD: Final = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-
-
 def prefill_body(
     api: Api,
     body: Body,
@@ -69,7 +59,7 @@ def prefill_body(
     """
     ours = {**more, **api.prefill_put(body), **_ours(api, body, hints, salt)}
     if hints.stock:
-        ours[TRANSFER] = json.dumps(_HOLD)
+        ours[TRANSFER] = json.dumps(dict(HAND_OVER))
     return body.edited(drop=api.prefill_drop | _NEVER, put=ours)
 
 

@@ -16,22 +16,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from turncache.protocol import REQUEST_ID_HEADER
+from turncache_server.stock import HAND_OVER
 from turncache_tools.bench.arms import Arm, StockPair
 from turncache_tools.bench.client import Asked, CallFailed, Client
 from turncache_tools.bench.counters import samples
 from turncache_tools.bench.stream import Streamed
 
-#: What a proxy asks prefill for: keep the KV for whoever brings these parameters back.
-_HAND_OVER: Final = MappingProxyType(
-    {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
-)
 _PARAMETERS: Final = "kv_transfer_params"
 _FIRST_TOKEN: Final = "vllm:time_to_first_token_seconds"  # noqa: S105 - no password
 
@@ -68,7 +58,7 @@ class Conversation:
         if pair.returning:
             return await self._whole(pair, body, named)
         started_s = self.client.now_s()
-        parameters, cached = await self._prefill_leg(pair, body, named, _HAND_OVER)
+        parameters, cached = await self._prefill_leg(pair, body, named, HAND_OVER)
         asked = await self.client.ask(
             pair.decode, {**body, _PARAMETERS: parameters}, named, since_s=started_s
         )
@@ -95,7 +85,7 @@ class Conversation:
     ) -> Asked:
         before = await self._first_tokens(pair.decode)
         started_s = self.client.now_s()
-        asked = _HAND_OVER
+        asked = HAND_OVER
         if self.returned is not None:
             # Each of them can be read once: whatever becomes of this call, it is spent.
             back = {**self.returned, "do_remote_decode": True, "do_remote_prefill": False}

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import openai
@@ -21,6 +20,7 @@ import turncache
 from turncache import Outcome
 from turncache.errors import EngineFault
 from turncache.protocol import FINAL_HEADER, REQUEST_ID_HEADER
+from turncache_server.stock import HAND_OVER
 from turncache_tools.demo.answers import Answer, Collector, IncompleteAnswer
 from turncache_tools.demo.history import Message
 
@@ -129,19 +129,6 @@ class RoutedCaller:
         self._plain.close()
 
 
-#: What a proxy asks prefill for: keep the KV for whoever brings these parameters back.
-_HAND_OVER: Final = MappingProxyType(
-    {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
-)
-
-
 class StockPairCaller:
     """Calls to a stock prefill and decode pair: two legs, as every example proxy makes them.
 
@@ -171,7 +158,7 @@ class StockPairCaller:
     def ask(self, question: Question, on_text: OnText = ignore) -> Reply:
         """Make one streamed call; a stock engine knows no sessions."""
         started_s = self._clock()
-        request_id, params = self._prefill_leg(question.messages, question.salt, _HAND_OVER)
+        request_id, params = self._prefill_leg(question.messages, question.salt, HAND_OVER)
         with _failing_as(self._urls[1]):
             stream = self._decode.chat.completions.create(
                 **_streamed(self._model, question, kv_transfer_params=params),
@@ -205,7 +192,7 @@ class StockPairCaller:
         Returns:
             The completion, and what decode says for the next call.
         """
-        ask = dict(_HAND_OVER)
+        ask = dict(HAND_OVER)
         if returned is not None:
             ask = {**returned, "do_remote_decode": True, "do_remote_prefill": False}
         request_id, params = self._prefill_leg(messages, salt, ask)
