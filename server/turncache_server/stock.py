@@ -18,3 +18,13 @@ HAND_OVER: Final[Mapping[str, Any]] = MappingProxyType(
         "remote_port": None,
     }
 )
+
+
+def bringing_back(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same for a prefill leg that also reads the KV of the answer before.
+
+    Args:
+        said: ``kv_transfer_params`` of decode's answer (``bidirectional_kv_xfer``). They can be
+            used once.
+    """
+    return {**said, "do_remote_decode": True, "do_remote_prefill": False}

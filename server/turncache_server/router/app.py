@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import secrets
 import signal
 import ssl
@@ -23,7 +22,7 @@ from turncache.protocol import CALL_HEADER, PROTOCOL_VERSION, REQUEST_ID_HEADER
 from turncache_server.control.client import AsyncControlClient
 from turncache_server.router.apis import APIS
 from turncache_server.router.background import Background
-from turncache_server.router.config import RouterConfig, fleet_keys
+from turncache_server.router.config import RouterConfig, fleet_keys, secret_of
 from turncache_server.router.engines_file import engines_followed
 from turncache_server.router.engines_kubernetes import kubernetes_followed
 from turncache_server.router.errors import SERVER_ERROR, ApiError
@@ -123,7 +122,7 @@ async def serving(
     traces = traces or otlp_traces(config)
     own = [each for each in (log_event, metrics, shared, traces) if each is not None]
     events = Events((*own, *listeners))
-    engine_key = _engine_key(config)
+    engine_key = secret_of("engine_key_env", config.engine_key_env, "the engines' API key")
     keys = fleet_keys(config)
     upstream = Upstream(config)
     control = AsyncControlClient(keys)
@@ -166,21 +165,17 @@ async def serving(
         site = await _listen(runner, config, clock)
         router = Router(_url(runner, config), services)
         logger.info("router listens on %s", router.url)
-        try:
-            async with (
-                engines_followed(config, services.pool, events),
-                kubernetes_followed(config, services.pool, events, kubernetes),
-                waits_shared(shared, events, config.redis_interval_s),
-            ):
-                try:
-                    yield router
-                finally:
-                    # At once: readiness says so while the rest is still being closed.
-                    services.switches.draining = True
-        finally:
-            services.switches.draining = True
-            await site.stop()
-            await edge.drain(config.shutdown_s)
+        async with (
+            engines_followed(config, services.pool, events),
+            kubernetes_followed(config, services.pool, events, kubernetes),
+            waits_shared(shared, events, config.redis_interval_s),
+        ):
+            try:
+                yield router
+            finally:
+                services.switches.draining = True
+                await site.stop()
+                await edge.drain(config.shutdown_s)
     finally:
         await runner.cleanup()
         services.next_prompts.close()
@@ -363,16 +358,3 @@ def _tls(config: RouterConfig, clock: Callable[[], float]) -> ssl.SSLContext | N
         return None
     files = Path(config.tls_cert_file), Path(config.tls_key_file)
     return ServerCertificate(*files, clock).context
-
-
-def _engine_key(config: RouterConfig) -> str | None:
-    if not config.engine_key_env:
-        return None
-    key = os.environ.get(config.engine_key_env)
-    if not key:
-        raise ConfigError(
-            "engine_key_env",
-            f"the environment has no variable {config.engine_key_env!r}; set it to the engines' "
-            "API key, or leave the setting empty",
-        )
-    return key

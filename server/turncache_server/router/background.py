@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -14,6 +15,18 @@ def tell_failure(task: asyncio.Task[None]) -> None:
     """Log why a task has failed, when nobody waits for it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("%s failed", task.get_name(), exc_info=error)
+
+
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Let a task run for the length of the block; why it has failed is logged."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(tell_failure)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class Background:

@@ -335,7 +335,6 @@ class PlannedCall:
             self._settled()
 
     def _tell_outcome(self) -> None:
-        self._record.final = True
         if self._record.outcome is not None:
             self._services.events.emit(
                 OutcomeKnown(request=self._call.request, outcome=self._record.outcome)

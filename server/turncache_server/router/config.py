@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -312,6 +313,29 @@ def _engine(index: int, item: object, *, keyed: bool) -> EngineConfig:
         if control is None
         else check_address(control, setting=prefix + "control", keyed=keyed),
     )
+
+
+def secret_of(setting: str, variable: str, what: str) -> str | None:
+    """Return what an environment variable holds, None when the setting names none.
+
+    Args:
+        setting: name of the setting.
+        variable: its value: the name of the variable.
+        what: is in it, for the error.
+
+    Raises:
+        ConfigError: there is no such variable, or nothing is in it.
+    """
+    if not variable:
+        return None
+    secret = os.environ.get(variable)
+    if not secret:
+        raise ConfigError(
+            setting,
+            f"the environment has no variable {variable!r}; set it to {what}, or leave the "
+            "setting empty",
+        )
+    return secret
 
 
 def _check_redis(url: str) -> None:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from turncache.errors import ConfigError
-from turncache_server.router.background import tell_failure
+from turncache_server.router.background import running
 from turncache_server.router.config import EngineConfig, RouterConfig, read_engines
 from turncache_server.router.events import EnginesRefused, Events
 from turncache_server.router.pool import Pool
@@ -63,13 +63,8 @@ async def engines_followed(config: RouterConfig, pool: Pool, events: Events) -> 
     # The first looks read it again: it may have changed since the settings were read.
     file = EnginesFile(Path(config.engines_file), keyed=bool(config.fleet_secret_file))
     work = _follow(file, pool, events, config.health_interval_s)
-    task = asyncio.create_task(work, name="follow engines_file")
-    task.add_done_callback(tell_failure)
-    try:
+    async with running(work, "follow engines_file"):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _follow(file: EnginesFile, pool: Pool, events: Events, interval_s: float) -> None:

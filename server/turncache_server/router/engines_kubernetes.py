@@ -23,7 +23,7 @@ from typing import Any, Final
 import aiohttp
 
 from turncache.errors import ConfigError, ProtocolError
-from turncache_server.router.background import tell_failure
+from turncache_server.router.background import running
 from turncache_server.router.config import EngineConfig, RouterConfig, check_engines
 from turncache_server.router.events import EnginesRefused, Events
 from turncache_server.router.pool import Pool
@@ -196,13 +196,10 @@ async def kubernetes_followed(
         return
     client = client or _in_cluster()
     watcher = Watcher(client, _namespace(config), config.kubernetes_selector)
-    task = asyncio.create_task(_follow(watcher, config, pool, events), name="follow Kubernetes")
-    task.add_done_callback(tell_failure)
     try:
-        yield
+        async with running(_follow(watcher, config, pool, events), "follow Kubernetes"):
+            yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         await client.close()
 
 

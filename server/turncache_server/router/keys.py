@@ -30,7 +30,6 @@ _KEY_BYTES: Final = 32
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_FILE_BYTES: Final = 16 * 1024 * 1024
-#: A change of the file is noticed this much later at most.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Any, Final
 from turncache.errors import ConfigError
 from turncache.protocol import MAX_RETAIN_S, tool_key
 from turncache_server.router.background import tell_failure
-from turncache_server.router.config import RouterConfig
+from turncache_server.router.config import RouterConfig, secret_of
 from turncache_server.router.events import CallStarted, Event, Events, WaitEnded, WaitsExchanged
 from turncache_server.router.forecast import MAX_TENANTS
 
@@ -255,10 +254,11 @@ def shared_waits(config: RouterConfig, learn: Learn) -> SharedWaits | None:
         raise ConfigError(
             "redis_url", "needs the package redis: pip install 'turncache[redis]'"
         ) from error
+    password = secret_of("redis_password_env", config.redis_password_env, "Redis' password")
     try:
         redis: Any = Redis.from_url(
             config.redis_url,
-            password=_password(config),
+            password=password,
             socket_timeout=config.redis_timeout_s,
             socket_connect_timeout=config.redis_timeout_s,
             retry=Retry(NoBackoff(), 0),
@@ -289,16 +289,3 @@ async def waits_shared(
         shared.stop()
         await asyncio.gather(task, return_exceptions=True)
         await shared.close()
-
-
-def _password(config: RouterConfig) -> str | None:
-    if not config.redis_password_env:
-        return None
-    password = os.environ.get(config.redis_password_env)
-    if not password:
-        raise ConfigError(
-            "redis_password_env",
-            f"the environment has no variable {config.redis_password_env!r}; set it to Redis' "
-            "password, or leave the setting empty",
-        )
-    return password

@@ -259,13 +259,13 @@ class Block:
 def schedule(names: Sequence[str], *, rounds: int) -> list[Block]:
     """Return the blocks: in every round off at both ends and the arms between, turned in even ones.
 
-    Args:
-        names: of the arms, off first.
-        rounds: of all arms.
-
     A machine's speed drifts by more than what is measured. So every arm lies between two blocks
     of off, which are as far from each other as blocks of a round can be: off against off tells
     what the drift of a round comes to, and in an even number of rounds a linear one is cancelled.
+
+    Args:
+        names: of the arms, off first.
+        rounds: of all arms.
     """
     order = []
     for number in range(1, rounds + 1):

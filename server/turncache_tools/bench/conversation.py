@@ -12,11 +12,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Final
 
 from turncache.protocol import REQUEST_ID_HEADER
-from turncache_server.stock import HAND_OVER
+from turncache_server.stock import HAND_OVER, bringing_back
 from turncache_tools.bench.arms import Arm, StockPair
 from turncache_tools.bench.client import Asked, CallFailed, Client
 from turncache_tools.bench.counters import samples
@@ -85,11 +84,9 @@ class Conversation:
     ) -> Asked:
         before = await self._first_tokens(pair.decode)
         started_s = self.client.now_s()
-        asked = HAND_OVER
-        if self.returned is not None:
-            # Each of them can be read once: whatever becomes of this call, it is spent.
-            back = {**self.returned, "do_remote_decode": True, "do_remote_prefill": False}
-            asked, self.returned = MappingProxyType(back), None
+        # Whatever becomes of this call, what it brings back is spent.
+        said, self.returned = self.returned, None
+        asked = HAND_OVER if said is None else bringing_back(said)
         parameters, cached = await self._prefill_leg(pair, body, headers, asked)
         leg_s = self.client.now_s() - started_s
         done = await self.client.whole(pair.decode, {**body, _PARAMETERS: parameters}, headers)

@@ -20,7 +20,7 @@ import turncache
 from turncache import Outcome
 from turncache.errors import EngineFault
 from turncache.protocol import FINAL_HEADER, REQUEST_ID_HEADER
-from turncache_server.stock import HAND_OVER
+from turncache_server.stock import HAND_OVER, bringing_back
 from turncache_tools.demo.answers import Answer, Collector, IncompleteAnswer
 from turncache_tools.demo.history import Message
 
@@ -192,9 +192,7 @@ class StockPairCaller:
         Returns:
             The completion, and what decode says for the next call.
         """
-        ask = dict(HAND_OVER)
-        if returned is not None:
-            ask = {**returned, "do_remote_decode": True, "do_remote_prefill": False}
+        ask = HAND_OVER if returned is None else bringing_back(returned)
         request_id, params = self._prefill_leg(messages, salt, ask)
         with _failing_as(self._urls[1]):
             done = self._decode.chat.completions.create(
