@@ -125,7 +125,10 @@ class AnswerReader:
         """Choose how the body is read (RFC 9112, 6.3)."""
         coding, length = headers.get("transfer-encoding"), headers.get("content-length")
         self.status = status
-        self.reusable = current and "close" not in _tokens(headers.get("connection", ""))
+        # A server whose handler failed closes after its answer, often without a word of it: a
+        # request that is written meanwhile would be lost, and may not be sent twice.
+        goes_on = current and status != 500
+        self.reusable = goes_on and "close" not in _tokens(headers.get("connection", ""))
         if coding is not None and (length is not None or not current):
             raise WireError("a length and chunks")
         if coding is not None and coding.lower() != "chunked":

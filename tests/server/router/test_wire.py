@@ -50,6 +50,7 @@ ANSWERS: Final[dict[str, tuple[bytes, int, bytes, bool]]] = {
         b"ok",
         False,
     ),
+    "failed": (b"HTTP/1.1 500 Oops\r\nContent-Length: 2\r\n\r\nno", 500, b"no", False),
     "older": (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok", 200, b"ok", False),
     "more than was asked for": (
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n\r\n",
