@@ -123,6 +123,39 @@ class TrackerMachine(RuleBasedStateMachine):
                 count,
             )
         finished = set(self.ended) if finish_some else set()
+        self._take(new, cached, before, resumed, finished)
+        if finish_some:
+            for request_id in self.ended:
+                del self.tables[request_id], self.computed[request_id]
+            self.ended.clear()
+            assert len(self.tracker) == len(self.tables), "ended requests are forgotten"
+
+    @rule(data=st.data(), num_steps=st.integers(1, 12))
+    def decode(self, data: st.DataObject, num_steps: int) -> None:
+        """The same requests write a token each; one may do so again, or have blocks ahead."""
+        row = [r for r in self.tables if r not in self.ended and r not in self.preempted]
+        for _ in range(num_steps if row else 0):
+            before = dict(self.computed)
+            ahead, back = data.draw(st.tuples(st.integers(0, 40), st.integers(0, 40)))
+            if back < len(row) and before[row[back]] > 1:
+                before[row[back]] -= 1
+                self.computed[row[back]] -= 1
+                self.begun.pop(row[back], None)
+            cached = {
+                r: (self._blocks(r, 1 + 4 * (at == ahead)), before[r], 1)
+                for at, r in enumerate(row)
+            }
+            self._take({}, cached, before, [], set())
+
+    def _take(
+        self,
+        new: dict[str, Any],
+        cached: dict[str, Any],
+        before: dict[str, int],
+        resumed: list[str],
+        finished: set[str],
+    ) -> None:
+        """Let the tracker see a step, and hold what it finds against the whole tables."""
         found = self.tracker.writes(step(new, cached, resumed, finished))
         expected = set()
         for request_id, (_, _, count) in {**new, **cached}.items():
@@ -136,11 +169,6 @@ class TrackerMachine(RuleBasedStateMachine):
             self.computed[request_id] = start + count
         assert set(found) == expected
         assert len(found) == len(expected), "each block once"
-        if finish_some:
-            for request_id in self.ended:
-                del self.tables[request_id], self.computed[request_id]
-            self.ended.clear()
-            assert len(self.tracker) == len(self.tables), "ended requests are forgotten"
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), end=st.booleans())
