@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from turncache.calls import FINGERPRINT_BYTES, MODEL, TOOL, Reading, Tools
+from turncache.calls import Reading
+from turncache.memo import Tools
+from turncache.messages import FINGERPRINT_BYTES, MODEL, TOOL
 
 LOG: Final = logging.getLogger("turncache")
 

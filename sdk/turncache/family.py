@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from turncache._lock import LOCK
-from turncache.calls import Memo
 from turncache.follow import Follower
 from turncache.hosts import Server
+from turncache.memo import Memo
 from turncache.results import WeakTable
 from turncache.sessions import Session
 from turncache.settings import Profile, Settings, from_environment

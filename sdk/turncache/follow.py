@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from turncache.calls import FINGERPRINT_BYTES, MODEL, Reading
+from turncache.calls import Reading
+from turncache.messages import FINGERPRINT_BYTES, MODEL
 from turncache.protocol import Cause
 
 T = TypeVar("T")

@@ -20,10 +20,11 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 from turncache import notices, report
 from turncache import scope as scopes
 from turncache._lock import LOCK
-from turncache.calls import Memo, read_call
+from turncache.calls import read_call
 from turncache.durations import Durations
 from turncache.errors import UsageError
 from turncache.ledger import Ledger
+from turncache.memo import Memo
 from turncache.protocol import (
     CALL_HEADER,
     DEFAULT_PRIORITY,

@@ -9,7 +9,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from turncache.calls import SYSTEM, Reading
+from turncache.calls import Reading
+from turncache.messages import SYSTEM
 from turncache_server.router.histories import is_billing
 
 

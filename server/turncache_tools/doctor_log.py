@@ -15,10 +15,12 @@ from typing import Any, Final
 
 from turncache.advice import Break, findings, num_common
 from turncache.advice import Finding as Advice
-from turncache.calls import FINGERPRINT_BYTES, Memo, Reading, read_call
+from turncache.calls import Reading, read_call
 from turncache.errors import ProtocolError
 from turncache.follow import Follower
 from turncache.ledger import MAX_LINEAGES, Ledger
+from turncache.memo import Memo
+from turncache.messages import FINGERPRINT_BYTES
 from turncache.protocol import identify
 from turncache_tools.doctor_agents import HABITS, Habit, as_chat, habits
 from turncache_tools.finding import Finding

@@ -11,7 +11,8 @@ import pytest
 import turncache
 from tests.sdk.support import TOOLS, assistant, result, system, user
 from turncache.advice import Break, Finding, Match, findings, match, num_common, shape_of
-from turncache.calls import Memo, read_call
+from turncache.calls import read_call
+from turncache.memo import Memo
 from turncache.testing import FakeServer, Reply
 
 CALLS = assistant(None, ("c1", "search"))

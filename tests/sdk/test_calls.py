@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sdk.support import TOOLS, assistant, result, system, user
-from turncache.calls import NO_TOOLS, Memo, echoed_calls, place_in_turn, read_call, read_tools
+from turncache.calls import echoed_calls, place_in_turn, read_call
+from turncache.memo import NO_TOOLS, Memo, read_tools
 from turncache.protocol import Cause
 
 U, T = Cause.USER, Cause.TOOL

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.sdk.support import assistant, result, system, user
-from turncache.calls import Memo, read_call
+from turncache.calls import read_call
 from turncache.follow import MAX_LINES_PER_POINT, MAX_POINTS_PER_LINE, Follower
+from turncache.memo import Memo
 from turncache.protocol import Cause
 
 
