@@ -91,7 +91,7 @@ drain: models ## drain and restart every engine of two real pairs in turn, under
 
 .PHONY: perf-client
 perf-client: setup ## time the client against the stock one
-	@$(PY) tests/perf/bench_client.py
+	@$(PY) -m tests.perf.bench_client
 
 .PHONY: perf-langgraph
 perf-langgraph: setup ## time the LangGraph integration against the stock model

@@ -52,6 +52,7 @@ from typing import Any, Final
 import openai
 
 import turncache
+from tests.perf.bytecodes import counted, print_places
 from turncache import tagging
 from turncache.attempt import STREAMS, Attempt
 from turncache.family import binding_of
@@ -299,23 +300,11 @@ def bytecodes(kind: Any, messages: int, *, tools: bool) -> Counter[CodeType]:
     # An answer with the tool call that comes last in the history.
     choice = {"index": 0, "finish_reason": "tool_calls", "message": whole[-2]}
     client = client_of(kind, {**_ANSWER, "choices": [choice]} if tools else _ANSWER)
-    counts: Counter[CodeType] = Counter()
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        counts[frame.f_code] += event == "opcode"
-        return trace
-
     # Another conversation comes first, as it does in a program: its tools are known then.
     other = [{"role": "user", "content": "other"}, *whole[2:]]
     for known in (other[:-2], other, whole[:-2]):
         client.chat.completions.create(model="m", messages=known, **more)
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        client.chat.completions.create(model="m", messages=whole, **more)
-    finally:
-        sys.settrace(before)
+    counts = counted(lambda: client.chat.completions.create(model="m", messages=whole, **more))
     client.close()
     return counts
 
@@ -335,10 +324,7 @@ def show_bytecodes(messages: int, *, tools: bool) -> None:
     added.subtract(bytecodes(openai.OpenAI, messages, tools=tools))
     own = sum(number for code, number in added.items() if "/turncache/" in code.co_filename)
     print(f"{messages} messages, tools: {tools}: {added.total()} added, {own} of them ours")
-    for code, number in added.most_common():
-        if number >= 10:
-            file = "/".join(Path(code.co_filename).parts[-2:])
-            print(f"{number:>7}  {file}:{code.co_firstlineno} {code.co_qualname}")
+    print_places(added)
 
 
 def chunk_figure(rounds: int) -> tuple[str, float, float, float]:

@@ -1,12 +1,16 @@
 """What the extension costs the engine: scheduler steps per second, against vLLM without us.
 
-``python -m tests.perf.bench_steps [--pairs 20]``
+``python -m tests.perf.bench_steps [--pairs 20 | --where]``
 
 vLLM's real scheduler and our real connector on a fake executor: the forward pass costs
 nothing, so what is left is what the engine's process itself does. Arms run alternately in
 one process on the same load; CPU seconds of the whole process are measured, so threads of
 ours count and the ghost's own process does not. The requests are made beforehand. The median
 of the pairs' ratios is held against the limit; calls with sessions are printed for comparison.
+
+The bytecodes of both are counted as well: on a busy machine their ratio tells two versions of
+this code apart, and the times do not. ``--where`` shows the code that they are in, and measures
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
 from typing import Final
 
 from vllm.sampling_params import SamplingParams
@@ -27,6 +34,7 @@ from vllm.v1.request import Request
 
 from tests import builders
 from tests.builders import Engine, tokens, world
+from tests.perf.bytecodes import counted, print_places
 from tests.perf.figures import Figure, show, write
 from turncache.protocol import EngineHints
 
@@ -37,6 +45,8 @@ NUM_BLOCKS: Final = 4000
 MAX_MODEL_LEN: Final = 4096
 CALLS: Final = 150
 CONCURRENT: Final = 16
+#: Counting takes fifty times as long as serving.
+TRACED: Final = 40
 
 #: A call: (conversation, prompt, tokens to sample).
 Call = tuple[int, list[int], int]
@@ -103,8 +113,15 @@ def serve(engine: Engine, waiting: list[Request]) -> int:
     raise AssertionError("unreachable")
 
 
-def speed(mode: str | None, calls: list[Call], *, tagged: bool) -> float:
-    """Return the steps per CPU second of one run; None is vLLM without us."""
+@contextmanager
+def loaded(mode: str | None, calls: list[Call], *, tagged: bool) -> Iterator[Callable[[], int]]:
+    """Make an engine, warm, and what serves the calls on it and returns the number of steps.
+
+    Args:
+        mode: ours, None for vLLM without us.
+        calls: to serve.
+        tagged: the calls name their sessions.
+    """
     with world() as made:
         engine = Engine(
             made,
@@ -122,16 +139,54 @@ def speed(mode: str | None, calls: list[Call], *, tagged: bool) -> float:
         serve(engine, requests(engine, calls[:2], tagged=tagged))
         time.sleep(2.5 if mode == "observe" else 0.1)
         waiting = requests(engine, calls, tagged=tagged)
-        gc.collect()
-        gc.freeze()
-        began_s = time.process_time()
-        steps = serve(engine, waiting)
-        cpu_s = time.process_time() - began_s
-        gc.unfreeze()
+        yield lambda: serve(engine, waiting)
         if mode == "observe":
             assert engine.extension.gauges()["observing"] == 1
             assert engine.extension.counters()["observed_dropped_events"] == 0
+
+
+def speed(mode: str | None, calls: list[Call], *, tagged: bool) -> float:
+    """Return the steps per CPU second of one run; None is vLLM without us."""
+    with loaded(mode, calls, tagged=tagged) as run:
+        gc.collect()
+        gc.freeze()
+        began_s = time.process_time()
+        steps = run()
+        cpu_s = time.process_time() - began_s
+        gc.unfreeze()
         return steps / cpu_s
+
+
+def bytecodes(mode: str | None) -> Counter[CodeType]:
+    """Count the bytecodes of the engine's thread while it serves calls without hints."""
+    with loaded(mode, load(1)[:TRACED], tagged=False) as run:
+        return counted(run)
+
+
+def compare_bytecodes() -> Iterator[Figure]:
+    """Yield vLLM's bytecodes over those with us, by mode."""
+    stock = bytecodes(None).total()
+    for mode in LIMITS:
+        ours = bytecodes(mode).total()
+        yield Figure(
+            figure=f"no hints, mode {mode}, bytecodes of {TRACED} calls: vLLM's over ours",
+            unit="bytecodes",
+            value=ours,
+            baseline=stock,
+            limit=LIMITS[mode],
+            held=stock / ours,
+            at_least=True,
+        )
+
+
+def show_bytecodes() -> None:
+    """Print where the added bytecodes are, by mode."""
+    stock = bytecodes(None)
+    for mode in LIMITS:
+        added = bytecodes(mode)
+        added.subtract(stock)
+        print(f"mode {mode}: {added.total():,} added to {stock.total():,}")
+        print_places(added, least=stock.total() // 2000)
 
 
 def compare(num_pairs: int) -> Iterator[Figure]:
@@ -162,8 +217,12 @@ def main() -> int:
     """Measure, print and write; returns 1 when a mode costs more than it may."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--where", action="store_true", help="show where bytecodes are, only")
     options = parser.parse_args()
-    return write("steps", show(compare(options.pairs)))
+    if options.where:
+        show_bytecodes()
+        return 0
+    return write("steps", show(itertools.chain(compare_bytecodes(), compare(options.pairs))))
 
 
 if __name__ == "__main__":
