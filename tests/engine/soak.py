@@ -308,10 +308,12 @@ class Agent:
                 self._seen.counts["blocks_compared"] += 1
 
     def _peek(self, engine: str, hashes: list[bytes]) -> PeekReply:
-        question = Peek(session=self._session, hashes=hashes)
-        return self._drive.control.ask(
-            self._drive.address(engine), question, PeekReply, timeout_s=10
-        )
+        """Ask which blocks an engine holds; again, where a question or its answer was cut off."""
+        question, address = Peek(session=self._session, hashes=hashes), self._drive.address(engine)
+        for _ in range(2):
+            with suppress(EngineFault):
+                return self._drive.control.ask(address, question, PeekReply, timeout_s=5)
+        return self._drive.control.ask(address, question, PeekReply, timeout_s=5)
 
     # --- what agents do ------------------------------------------------------------------
 
