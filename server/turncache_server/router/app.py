@@ -62,8 +62,6 @@ _PARSER_SLACK: Final = 2
 #: Objects made, beyond those freed, before the garbage collector looks at the young ones: a call
 #: makes hundreds, and next to none of them in cycles.
 _GC_THRESHOLD: Final = 10_000
-#: Prompts that wait to be sent ahead, all together.
-_MAX_WAITING_BYTES: Final = 256 * 1024 * 1024
 #: Agents come in bursts; a connection that does not fit waits a second for its next try.
 _BACKLOG: Final = 4096
 
@@ -135,7 +133,7 @@ async def serving(
         sessions=sessions,
         conversations=Conversations(config.max_sessions),
         forecast=forecast,
-        next_prompts=NextPrompts(_MAX_WAITING_BYTES),
+        next_prompts=NextPrompts(config.max_ahead_bytes),
         records=CallRecords(config.max_calls),
         events=events,
         background=Background(),
