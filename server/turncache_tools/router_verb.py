@@ -11,7 +11,7 @@ import typer
 from turncache.errors import ConfigError
 from turncache_server.router.config import fleet_keys, load_config
 from turncache_server.router.keys import add_key, read_keys
-from turncache_tools.shell import write, write_json
+from turncache_tools.shell import progress, write, write_json
 
 #: Settings that bound what a client may do.
 _LIMITS: Final = (
@@ -54,6 +54,14 @@ def router(
     keys = fleet_keys(settings)
     callers = read_keys(Path(settings.keys_file)) if settings.keys_file else None
     if check:
+        # Here: a key is made without waiting for what these import.
+        from turncache_server.router.checks import (  # noqa: PLC0415
+            check_surroundings,
+            without_effect,
+        )
+
+        check_surroundings(settings)
+        warnings = without_effect(settings)
         engines = [
             {"name": e.name, "side": str(e.side), "url": e.url, "control": e.control}
             for e in settings.engines
@@ -72,6 +80,7 @@ def router(
                     "kubernetes_selector": settings.kubernetes_selector or None,
                     "engines": engines,
                     "limits": {name: getattr(settings, name) for name in _LIMITS},
+                    "warnings": warnings,
                 }
             )
         else:
@@ -88,6 +97,8 @@ def router(
                 fleet = f"engines that Kubernetes names ({settings.kubernetes_selector})"
             write(f"{config}: {fleet}, {scheme}://{settings.host}:{settings.port}{secret}, {who}")
             write("limits: " + ", ".join(f"{name} {getattr(settings, name):,}" for name in _LIMITS))
+        for sentence in warnings:
+            progress(sentence)
         return
     from turncache_server.router.app import run  # noqa: PLC0415 - a check needs no server
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.engine import Script, fake_pair
+from tests.fakes.engine import FakeEngine, Script, fake_engines, fake_pair
 from tests.server.router.conftest import Pair
 from tests.server.router.support import MESSAGES, TOOLS, Bench, bench, outcome_of
 from turncache_server.router.body import Body
@@ -186,6 +186,16 @@ async def test_nothing_is_sent_ahead_by_default(pair: Pair) -> None:
     await asyncio.sleep(0.04)
     await pair.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
     assert len(pair.prefill.seen) == 2
+
+
+async def test_a_router_of_single_engines_says_that_it_sends_nothing_ahead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever has set it believes that it does something."""
+    engine = FakeEngine()
+    async with fake_engines(engine), bench(engine, warm_ahead_s=1):
+        pass
+    assert [m for m in caplog.messages if m.startswith("warm_ahead_s = 1.0 has no effect")]
 
 
 async def test_nothing_is_sent_ahead_while_returns_are_off(warmed: Pair) -> None:
