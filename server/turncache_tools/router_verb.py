@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from turncache.errors import ConfigError
+from turncache.errors import ConfigError, UsageError
 from turncache_server.router.config import fleet_keys, load_config
 from turncache_server.router.keys import add_key, read_keys
 from turncache_tools.shell import progress, write, write_json
@@ -45,6 +45,10 @@ def router(
     ] = False,
 ) -> None:
     """Run the router, or check its configuration."""
+    if as_json and not check:
+        raise UsageError("--json: it goes with --check")
+    if admin_key and new_key is None:
+        raise UsageError("--admin-key: it goes with --new-key TENANT")
     settings = load_config(config)
     if new_key is not None:
         if not settings.keys_file:
