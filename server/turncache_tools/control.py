@@ -24,7 +24,7 @@ from turncache_server.control.messages import (
     Stats,
     StatsReply,
 )
-from turncache_tools.shell import CHECK_FAILED, progress, write_json, write_table
+from turncache_tools.shell import CHECK_FAILED, check_seconds, progress, write_json, write_table
 
 TIMEOUT_S: Final = 5.0
 
@@ -57,6 +57,7 @@ def mode(
     as_json: Json = False,
 ) -> None:
     """Switch engines to on, observe or off, without a restart; or ask what they are in."""
+    check_seconds(timeout, "--timeout")
     wanted = engines[-1] if engines[-1] in set(Mode) else ""
     keys = fleet_keys(fleet_secret_file)
     addresses = control_addresses(engines[:-1] if wanted else engines, keyed=keys is not None)
@@ -87,6 +88,7 @@ def stats(
     as_json: Json = False,
 ) -> None:
     """Show counters and gauges of the extension, one column per engine."""
+    check_seconds(timeout, "--timeout")
     keys = fleet_keys(fleet_secret_file)
     addresses = control_addresses(engines, keyed=keys is not None)
     replies, silent = _ask_each(
@@ -94,19 +96,21 @@ def stats(
         keys,
         lambda client, address: client.ask(address, Stats(), StatsReply, timeout_s=timeout),
     )
-    for error in silent.values():
-        progress(str(error))
+    _tell_all_but_first(silent)
     if as_json:
         write_json({a: {"counters": r.counters, "gauges": r.gauges} for a, r in replies.items()})
-        _raise_first(silent)
-        return
+    elif replies:
+        _show_stats(replies)
+    _raise_first(silent)
+
+
+def _show_stats(replies: Mapping[str, StatsReply]) -> None:
     columns = [{**reply.counters, **reply.gauges} for reply in replies.values()]
     names = sorted({name for column in columns for name in column})
     write_table(
         ("name", *replies),
         [(name, *(_number(column.get(name)) for column in columns)) for name in names],
     )
-    _raise_first(silent)
 
 
 def sessions(
@@ -119,6 +123,7 @@ def sessions(
     as_json: Json = False,
 ) -> None:
     """Show the sessions that engines keep or serve; ids are the digests of the router's log."""
+    check_seconds(timeout, "--timeout")
     keys = fleet_keys(fleet_secret_file)
     addresses = control_addresses(engines, keyed=keys is not None)
     replies, silent = _ask_each(
@@ -128,11 +133,10 @@ def sessions(
             address, Sessions(limit=limit), SessionsReply, timeout_s=timeout
         ),
     )
-    for error in silent.values():
-        progress(str(error))
+    _tell_all_but_first(silent)
     if as_json:
         write_json({address: _sessions_data(reply) for address, reply in replies.items()})
-    else:
+    elif replies:
         names = ("engine", "session", "state", "tokens", "blocks", "chains", "expected", "kept")
         rows = [
             (reply.name or address, *_session_row(row, reply.block_size))
@@ -208,6 +212,12 @@ def _ask_each(
     return replies, silent
 
 
+def _tell_all_but_first(silent: Mapping[str, TurncacheError]) -> None:
+    """Write why engines do not answer, but for the one that is raised in the end."""
+    for error in list(silent.values())[1:]:
+        progress(str(error))
+
+
 def _raise_first(silent: Mapping[str, TurncacheError]) -> None:
     for error in silent.values():
         raise error
@@ -226,16 +236,24 @@ def control_addresses(texts: Sequence[str], *, keyed: bool = False) -> list[str]
     """Complete addresses of control sockets.
 
     Raises:
-        UsageError: none given, or one that is no address, beyond loopback without keys.
+        UsageError: none given, or one that is no address or port.
+        ConfigError: one beyond loopback without keys.
     """
     if not texts:
         raise UsageError("no engine given: name its control socket, such as 5800")
     out: list[str] = []
     for text in texts:
-        address = f"127.0.0.1:{text}" if text.isdigit() else text
+        if text.isdecimal() and not is_port(text):
+            raise UsageError(f"{text}: expected a port from 1 to 65535")
+        address = f"127.0.0.1:{text}" if text.isdecimal() else text
         address = address if "://" in address else f"tcp://{address}"
         out.append(check_address(address, setting="ENGINE", keyed=keyed))
     return out
+
+
+def is_port(text: str) -> bool:
+    """Say whether a text is the number of a port that something can listen on."""
+    return text.isdecimal() and 0 < int(text) < 2**16
 
 
 def _number(value: float | None) -> str:

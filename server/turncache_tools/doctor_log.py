@@ -98,14 +98,25 @@ class LogReader:
                 verdict="note" if self._num_odd else "ok",
                 detail=f"{self._num_read:,} requests of {known:,} conversations{odd}",
             ),
-            Finding(
-                subject="continued",
-                verdict="ok",
-                detail=f"{self._num_continued / max(self._num_messages, 1):.0%} of the messages "
-                "were sent before in the same place: what a cache can reuse at best",
-            ),
+            self._continued(),
             *(_finding(kind, seen) for kind, seen in self._seen.items()),
         ]
+
+    def _continued(self) -> Finding:
+        subject = "continued"
+        if not self._num_messages:
+            return Finding(
+                subject=subject,
+                verdict="note",
+                detail="these requests have prompts and no messages, by which one is compared "
+                "with another",
+            )
+        return Finding(
+            subject=subject,
+            verdict="ok",
+            detail=f"{self._num_continued / self._num_messages:.0%} of the messages "
+            "were sent before in the same place: what a cache can reuse at best",
+        )
 
     def _take(
         self, number: int, headers: Mapping[str, str], body: Mapping[str, Any], reading: Reading
@@ -157,6 +168,15 @@ def _finding(kind: Break | Habit, seen: _Seen) -> Finding:
     )
 
 
+def _is_request(body: Mapping[str, Any]) -> bool:
+    """Say whether a server would read messages, items or a prompt in this body."""
+    for name in ("messages", "input"):
+        given = body.get(name)
+        if isinstance(given, list) and given and all(isinstance(each, dict) for each in given):
+            return True
+    return isinstance(body.get("input"), str) or isinstance(body.get("prompt"), (str, list))
+
+
 def _request(line: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     """Return headers, with lower-case names, and body of a logged request.
 
@@ -167,9 +187,7 @@ def _request(line: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     body = entry.get("body", entry.get("request", entry))
     if isinstance(body, str):
         body = json.loads(body)
-    if not isinstance(body, dict) or not any(
-        name in body for name in ("messages", "input", "prompt")
-    ):
+    if not isinstance(body, dict) or not _is_request(body):
         raise ValueError("no request")
     headers = entry.get("headers") or {}
     return {str(name).lower(): str(value) for name, value in headers.items()}, body

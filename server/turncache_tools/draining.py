@@ -17,7 +17,7 @@ import typer
 from turncache_server.control.client import ControlClient, set_draining
 from turncache_server.control.messages import MAX_SESSIONS, Sessions, SessionsReply
 from turncache_tools.control import TIMEOUT_S, Json, SecretFile, control_addresses, fleet_keys
-from turncache_tools.shell import CHECK_FAILED, progress, write, write_json
+from turncache_tools.shell import CHECK_FAILED, check_seconds, progress, write, write_json
 
 #: More than two of the router's default health checks.
 SETTLE_S: Final = 5.0
@@ -43,6 +43,8 @@ def drain(
     as_json: Json = False,
 ) -> None:
     """Hand an engine's sessions to the others and wait until none is left, before a restart."""
+    check_seconds(timeout, "--timeout", none_too=True)
+    check_seconds(settle, "--settle", none_too=True)
     keys = fleet_keys(fleet_secret_file)
     (address,) = control_addresses([engine], keyed=keys is not None)
     began_s = time.monotonic()

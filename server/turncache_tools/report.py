@@ -10,12 +10,18 @@ from typing import Annotated
 
 import typer
 
-from turncache.errors import UsageError
+from turncache.errors import EngineFault, UsageError
 from turncache_server.control.client import ControlClient
 from turncache_server.control.keys import FleetKeys
 from turncache_server.control.messages import Hello, HelloReply, Stats, StatsReply
 from turncache_server.retention.trace import Trace, read_trace
-from turncache_tools.control import TIMEOUT_S, SecretFile, control_addresses, fleet_keys
+from turncache_tools.control import (
+    TIMEOUT_S,
+    SecretFile,
+    control_addresses,
+    fleet_keys,
+    is_port,
+)
 from turncache_tools.observed.page import page
 from turncache_tools.observed.remedies import Report, report_on
 from turncache_tools.observed.usage import Usage, of_counters, of_traces, total
@@ -29,6 +35,8 @@ from turncache_tools.observed.words import (
 )
 from turncache_tools.shell import (
     CHECK_FAILED,
+    check_folder,
+    check_seconds,
     progress,
     write,
     write_file,
@@ -60,17 +68,26 @@ def report(
     """Show what was computed twice, and what retention or more memory would save."""
     if prefill_speed is not None and not prefill_speed > 0:
         raise UsageError(f"--prefill-speed {prefill_speed}: expected tokens per second above 0")
+    check_seconds(timeout, "--timeout")
+    check_folder(html, "--html")
     files = [Path(text) for text in sources if Path(text).is_file()]
     addresses = [text for text in sources if not Path(text).is_file()]
     for text in addresses:
-        is_address = "://" in text or text.isdigit() or (":" in text and "/" not in text)
+        is_address = "://" in text or is_port(text) or (":" in text and "/" not in text)
         if not is_address:
-            raise UsageError(f"{text!r}: no such file; give a trace or a control socket")
+            what = "neither a file nor a port" if text.isdecimal() else "no such file"
+            raise UsageError(f"{text!r}: {what}; give a trace or a control socket")
     usages = _of_files(files)
     if addresses or not files:
         keys = fleet_keys(fleet_secret_file)
         engines = control_addresses(addresses, keyed=keys is not None)
-        usages += _of_engines(engines, keys, timeout_s=timeout)
+        try:
+            usages += _of_engines(engines, keys, timeout_s=timeout)
+        except EngineFault as error:
+            port = error.engine.rpartition(":")[2]
+            if port in addresses:
+                progress(f"{port}: there is no such file, so that it is taken for a port")
+            raise
     made = report_on(usages, total(usages), speed=prefill_speed)
     if html is not None:
         write_file(html, page(made), "--html")

@@ -8,10 +8,10 @@ from typing import Annotated, Final
 
 import typer
 
-from turncache.errors import ConfigError
+from turncache.errors import ConfigError, UsageError
 from turncache_server.router.config import fleet_keys, load_config
 from turncache_server.router.keys import add_key, read_keys
-from turncache_tools.shell import write, write_json
+from turncache_tools.shell import progress, write, write_json
 
 #: Settings that bound what a client may do.
 _LIMITS: Final = (
@@ -45,6 +45,10 @@ def router(
     ] = False,
 ) -> None:
     """Run the router, or check its configuration."""
+    if as_json and not check:
+        raise UsageError("--json: it goes with --check")
+    if admin_key and new_key is None:
+        raise UsageError("--admin-key: it goes with --new-key TENANT")
     settings = load_config(config)
     if new_key is not None:
         if not settings.keys_file:
@@ -54,6 +58,14 @@ def router(
     keys = fleet_keys(settings)
     callers = read_keys(Path(settings.keys_file)) if settings.keys_file else None
     if check:
+        # Here: a key is made without waiting for what these import.
+        from turncache_server.router.checks import (  # noqa: PLC0415
+            check_surroundings,
+            without_effect,
+        )
+
+        check_surroundings(settings)
+        warnings = without_effect(settings)
         engines = [
             {"name": e.name, "side": str(e.side), "url": e.url, "control": e.control}
             for e in settings.engines
@@ -72,6 +84,7 @@ def router(
                     "kubernetes_selector": settings.kubernetes_selector or None,
                     "engines": engines,
                     "limits": {name: getattr(settings, name) for name in _LIMITS},
+                    "warnings": warnings,
                 }
             )
         else:
@@ -88,6 +101,8 @@ def router(
                 fleet = f"engines that Kubernetes names ({settings.kubernetes_selector})"
             write(f"{config}: {fleet}, {scheme}://{settings.host}:{settings.port}{secret}, {who}")
             write("limits: " + ", ".join(f"{name} {getattr(settings, name):,}" for name in _LIMITS))
+        for sentence in warnings:
+            progress(sentence)
         return
     from turncache_server.router.app import run  # noqa: PLC0415 - a check needs no server
 

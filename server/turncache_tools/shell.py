@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -131,14 +132,33 @@ def run_verb(verb: Callable[..., None], arguments: Sequence[str], name: str) -> 
     return code if isinstance(code, int) else OK
 
 
+def check_seconds(value: float | None, option: str, *, none_too: bool = False) -> None:
+    """Check before any work that an option is a time; None is none.
+
+    Args:
+        value: of the option.
+        option: its name.
+        none_too: 0 is a time as well.
+
+    Raises:
+        UsageError: it is none, or has no end.
+    """
+    if value is None or 0 < value < math.inf or (none_too and value == 0):
+        return
+    least = "from 0" if none_too else "above 0"
+    raise UsageError(f"{option} {value:g}: expected seconds {least}")
+
+
 def check_folder(path: Path | None, option: str) -> None:
     """Check before any work that a file can be made; None is none.
 
     Raises:
-        UsageError: there is no such folder.
+        UsageError: there is no such folder, or one in its place.
     """
     if path is not None and not path.parent.is_dir():
         raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise UsageError(f"{option} {path}: a folder; name a file in it")
 
 
 def write_file(path: Path, text: str, option: str) -> None:

@@ -36,7 +36,7 @@ from turncache_tools.control import (
     in_seconds,
     session_data,
 )
-from turncache_tools.shell import make_console, make_table, write_json
+from turncache_tools.shell import check_seconds, make_console, make_table, write_json
 
 #: Where the tokens of a prompt came from, and those that need not have been computed.
 _TOKENS: Final = ("local", "returned", "computed", "lost")
@@ -151,6 +151,7 @@ def top(
     """Watch engines and their largest sessions; an engine that is gone stays in the table."""
     if not _LEAST_EVERY_S <= every < float("inf"):
         raise UsageError(f"--every {every:g}: expected at least {_LEAST_EVERY_S} seconds")
+    check_seconds(timeout, "--timeout")
     keys = fleet_keys(fleet_secret_file)
     addresses = control_addresses(engines, keyed=keys is not None)
     console = make_console()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -68,6 +69,28 @@ def test_the_exit_code_says_who_must_act(error: TurncacheError, code: int) -> No
         ("mode", "tcp://192.0.2.1:5800", "on"),
         ("stats", "somewhere"),
         ("doctor", "ftp://127.0.0.1:1"),
+        ("stats", "99999"),
+        ("stats", "0"),
+        ("stats", "5800", "--timeout", "nan"),
+        ("sessions", "5800", "--timeout", "0"),
+        ("mode", "5800", "on", "--timeout", "-3"),
+        ("top", "5800", "--timeout", "inf"),
+        ("drain", "5800", "--timeout", "-1"),
+        ("drain", "5800", "--settle", "nan"),
+        ("report", "99999"),
+        ("report", "5800", "--timeout", "-1"),
+        ("report", "5800", "--html", "/"),
+        ("router", "--config", "/no/such/file", "--json"),
+        ("router", "--config", "/no/such/file", "--admin-key"),
+        ("bench", "--arms", "both,nope"),
+        ("bench", "--timeout", "0"),
+        ("bench", "--retain", "-3"),
+        ("bench", "--json", "/"),
+        ("bench", "--control", "70000"),
+        ("calibrate", "--timeout", "-1"),
+        ("calibrate", "--most-seconds", "nan"),
+        ("plan", "--prior", "qwen3-8b", "--pool", "100000", "--wait-sigma", "1e9"),
+        ("plan", "--prior", "qwen3-8b", "--pool", "100000", "--new-sigma", "500"),
     ],
     ids=" ".join,
 )
@@ -76,6 +99,45 @@ def test_a_wrong_command_line_is_refused(turncache: Run, arguments: Sequence[str
     ran = turncache(*arguments)
     assert (ran.code, ran.out if arguments else "") == (2, "")
     assert ran.err or not arguments
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("stats", "99999"), "99999: expected a port from 1 to 65535"),
+        (("report", "99999"), "'99999': neither a file nor a port"),
+        (("bench", "--arms", "nope"), "--arms nope: expected off, idle, retention, both"),
+        (("drain", "5800", "--timeout", "-1"), "--timeout -1: expected seconds from 0"),
+        (("router", "--config", "x", "--json"), "--json: it goes with --check"),
+        (("bench", "--json", "/"), "--json /: a folder"),
+    ],
+    ids=str,
+)
+def test_the_message_says_what_is_wrong_with_it(
+    turncache: Run, arguments: Sequence[str], words: str
+) -> None:
+    """With the option, its value and what was expected."""
+    assert turncache(*arguments).err.startswith(words)
+
+
+def test_a_number_that_is_no_file_is_said_to_be_taken_for_a_port(turncache: Run) -> None:
+    """Whoever meant a file sees why a socket is asked."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = str(nobody.getsockname()[1])
+        ran = turncache("report", port, "--timeout", "0.01")
+    assert (ran.code, ran.out) == (4, "")
+    assert f"{port}: there is no such file, so that it is taken for a port" in ran.err
+
+
+@pytest.mark.parametrize("verb", ["stats", "sessions"])
+def test_an_engine_that_does_not_answer_is_told_once(turncache: Run, verb: str) -> None:
+    """And there is no table without anything in it."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = str(nobody.getsockname()[1])
+        ran = turncache(verb, port, "--timeout", "0.01")
+    assert (ran.code, ran.out) == (4, "")
+    assert ran.err.count("no answer on the control socket") == 1
 
 
 @pytest.mark.parametrize(

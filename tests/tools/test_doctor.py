@@ -269,6 +269,35 @@ def test_a_log_of_rubbish_is_a_failure_without_a_trace(turncache: Run, tmp_path:
     assert "1 requests" in ran.out
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": "hi"},
+        {"messages": []},
+        {"messages": ["hi"]},
+        {"messages": None},
+        {"input": [1]},
+        {"prompt": 3},
+    ],
+    ids=str,
+)
+def test_a_log_of_what_no_server_would_read_is_a_failure(body: dict[str, object]) -> None:
+    """The name of a member alone makes no request."""
+    [finding] = look_at_log([json.dumps(body)] * 2)
+    assert finding.verdict == "failed"
+    assert finding.detail.startswith("no request in 2 lines")
+
+
+def test_a_log_of_prompts_says_that_nothing_is_compared() -> None:
+    """Legacy completions have no messages, so that nothing of them is called well."""
+    requests, continued = look_at_log([json.dumps({"prompt": "Once"})] * 2)
+    assert requests.detail.startswith("2 requests")
+    assert (continued.verdict, continued.detail[:32]) == (
+        "note",
+        "these requests have prompts and ",
+    )
+
+
 def test_an_empty_log_is_a_failure() -> None:
     """A file without requests says what was expected."""
     [finding] = look_at_log(["{}"])

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.tools.conftest import Ran, Secret
 
 Run = Callable[..., Ran]
@@ -95,6 +97,60 @@ def test_a_check_needs_no_cluster(turncache: Run, tmp_path: Path) -> None:
     assert "engines that Kubernetes names (app=turncache)" in ran.out
     ran = turncache("router", "--config", str(path), "--check", "--json")
     assert json.loads(ran.out)["kubernetes_selector"] == "app=turncache"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        'engine_key_env = "TURNCACHE_NO_SUCH_VARIABLE"',
+        'redis_url = "redis://h"\nredis_password_env = "TURNCACHE_NO_SUCH_VARIABLE"',
+    ],
+    ids=["engines' key", "Redis' password"],
+)
+def test_a_check_names_the_variable_that_there_is_not(
+    turncache: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """The router would not start; what is in a variable is not shown."""
+    path = tmp_path / "router.toml"
+    path.write_text(f"{setting}\n{CONFIG}")
+    check = ("router", "--config", str(path), "--check")
+    ran = turncache(*check)
+    assert (ran.code, ran.out) == (2, "")
+    assert "no variable 'TURNCACHE_NO_SUCH_VARIABLE'" in ran.err
+    monkeypatch.setenv("TURNCACHE_NO_SUCH_VARIABLE", "geheim")
+    ran = turncache(*check)
+    assert (ran.code, ran.err) == (0, "")
+    assert "geheim" not in ran.out
+
+
+def test_a_check_reads_the_certificate(turncache: Run, tmp_path: Path) -> None:
+    """Of the router, and the authorities of the engines."""
+    path, none = tmp_path / "router.toml", tmp_path / "none.pem"
+    for setting, lines in (
+        ("tls_cert_file", f'tls_cert_file = "{none}"\ntls_key_file = "{none}"'),
+        ("engines_ca_file", f'engines_ca_file = "{none}"'),
+    ):
+        path.write_text(f"{lines}\n{CONFIG}")
+        ran = turncache("router", "--config", str(path), "--check")
+        assert ran.code == 2
+        assert ran.err.startswith(f"{setting}: ")
+
+
+def test_a_check_says_what_has_no_effect(turncache: Run, tmp_path: Path) -> None:
+    """Single engines have no next prompt to bring up to date; a pair has."""
+    path = tmp_path / "router.toml"
+    path.write_text(f"warm_ahead_s = 2\nserve_on_prefill = true\n{CONFIG}")
+    check = ("router", "--config", str(path), "--check")
+    ran = turncache(*check)
+    assert ran.code == 0
+    assert "warm_ahead_s = 2.0 has no effect" in ran.err
+    assert len(json.loads(turncache(*check, "--json").out)["warnings"]) == 2
+    pair = CONFIG.replace('"single"', '"prefill"') + CONFIG.replace("port = 0", "").replace(
+        '"single"', '"decode"'
+    ).replace("single-0", "decode-0").replace("8100", "8200")
+    path.write_text(f"warm_ahead_s = 2\n{pair}")
+    ran = turncache(*check)
+    assert (ran.code, ran.err) == (0, "")
 
 
 def test_a_wrong_configuration_names_the_setting(turncache: Run, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from turncache.protocol import CALL_HEADER, PROTOCOL_VERSION, REQUEST_ID_HEADER
 from turncache_server.control.client import AsyncControlClient
 from turncache_server.router.apis import APIS
 from turncache_server.router.background import Background
-from turncache_server.router.config import RouterConfig, fleet_keys, secret_of
+from turncache_server.router.checks import engine_key, without_effect
+from turncache_server.router.config import RouterConfig, fleet_keys
 from turncache_server.router.engines_file import engines_followed
 from turncache_server.router.engines_kubernetes import kubernetes_followed
 from turncache_server.router.errors import SERVER_ERROR, ApiError
@@ -62,8 +63,6 @@ _PARSER_SLACK: Final = 2
 #: Objects made, beyond those freed, before the garbage collector looks at the young ones: a call
 #: makes hundreds, and next to none of them in cycles.
 _GC_THRESHOLD: Final = 10_000
-#: Prompts that wait to be sent ahead, all together.
-_MAX_WAITING_BYTES: Final = 256 * 1024 * 1024
 #: Agents come in bursts; a connection that does not fit waits a second for its next try.
 _BACKLOG: Final = 4096
 
@@ -122,26 +121,26 @@ async def serving(
     traces = traces or otlp_traces(config)
     own = [each for each in (log_event, metrics, shared, traces) if each is not None]
     events = Events((*own, *listeners))
-    engine_key = secret_of("engine_key_env", config.engine_key_env, "the engines' API key")
+    own_key = engine_key(config)
     keys = fleet_keys(config)
     upstream = Upstream(config)
     control = AsyncControlClient(keys)
     services = Services(
         config=config,
         switches=Switches(return_enabled=config.return_enabled),
-        pool=Pool(config, upstream, control, events=events, clock=clock, engine_key=engine_key),
+        pool=Pool(config, upstream, control, events=events, clock=clock, engine_key=own_key),
         upstream=upstream,
         control=control,
         sessions=sessions,
         conversations=Conversations(config.max_sessions),
         forecast=forecast,
-        next_prompts=NextPrompts(_MAX_WAITING_BYTES),
+        next_prompts=NextPrompts(config.max_ahead_bytes),
         records=CallRecords(config.max_calls),
         events=events,
         background=Background(),
         clock=clock,
         new_id=new_id,
-        engine_key=engine_key,
+        engine_key=own_key,
         keys=KeyFile(Path(config.keys_file), clock) if config.keys_file else None,
         in_flight=InFlight(config.max_tenant_calls, config.retry_after_s),
         traces=traces,
@@ -165,6 +164,8 @@ async def serving(
         site = await _listen(runner, config, clock)
         router = Router(_url(runner, config), services)
         logger.info("router listens on %s", router.url)
+        for sentence in without_effect(config):
+            logger.warning("%s", sentence)
         async with (
             engines_followed(config, services.pool, events),
             kubernetes_followed(config, services.pool, events, kubernetes),

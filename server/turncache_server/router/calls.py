@@ -255,6 +255,7 @@ class PlannedCall:
             tool_names,
             tags.tools,
             tenant=self._call.caller.label,
+            num_answers=self._call.asked.num_answers,
             now_s=services.clock(),
         )
         if expect_s is None:

@@ -75,6 +75,7 @@ class RouterConfig:
     return_enabled: bool = True
     follow_conversations: bool = True
     warm_ahead_s: float = _number(0.0, 0, 60)
+    max_ahead_bytes: int = _number(256 * _MIB, 1024)
     decode_alone_tokens: int = _number(0, 0)
     max_new_tokens_on_decode: int = _number(0, 0)
     serve_on_prefill: bool = False

@@ -31,6 +31,7 @@ class _Wait:
     tool_names: tuple[str, ...]
     since_s: float
     expect_s: float | None
+    num_answers: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class Forecast:
         rows: Mapping[str, float],
         *,
         tenant: str | None,
+        num_answers: int | None = None,
         now_s: float,
     ) -> float | None:
         """Note that a call has ended in tool calls; return for how long they will run.
@@ -79,6 +81,7 @@ class Forecast:
             tool_names: tools that the model asked for, at least one.
             rows: the client's durations in seconds by tool key, as ``Turncache-Tools`` has them.
             tenant: whose session it is.
+            num_answers: of the model in the history of that call, None when nobody knows.
             now_s: the time.
 
         Returns:
@@ -87,7 +90,11 @@ class Forecast:
         expect_s = self._expected_s(self._of(tenant), tool_names, rows)
         self._waits.pop(session, None)
         self._waits[session] = _Wait(
-            tenant=tenant, tool_names=tuple(tool_names), since_s=now_s, expect_s=expect_s
+            tenant=tenant,
+            tool_names=tuple(tool_names),
+            since_s=now_s,
+            expect_s=expect_s,
+            num_answers=num_answers,
         )
         if len(self._waits) > self._max_sessions:
             self._waits.popitem(last=False)
@@ -99,10 +106,25 @@ class Forecast:
         if wait is not None:
             self._waits[session] = dataclasses.replace(wait, expect_s=expect_s)
 
-    def ends(self, session: str, *, now_s: float) -> EndedWait | None:
-        """Note that a call brings tool results; None when the session was not waiting."""
+    def ends(
+        self, session: str, *, num_answers: int | None = None, now_s: float
+    ) -> EndedWait | None:
+        """Note that a call brings tool results.
+
+        Args:
+            session: namespaced id.
+            num_answers: of the model in its history, None when nobody knows.
+            now_s: the time.
+
+        Returns:
+            None when the session was not waiting for these results: another replica may have
+            had calls of it since.
+        """
         wait = self._waits.pop(session, None)
         if wait is None:
+            return None
+        before = wait.num_answers
+        if before is not None and num_answers is not None and num_answers != before + 1:
             return None
         seconds = max(0.0, now_s - wait.since_s)
         self.learn(wait.tenant, wait.tool_names, seconds)

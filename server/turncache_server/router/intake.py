@@ -162,7 +162,9 @@ class Intake:
         return sessions.root_of(tags.session_id, tags.parent_id), entry
 
     def _end_wait(self, call: CallInput) -> None:
-        ended = self._services.forecast.ends(call.tags.session_id, now_s=call.started_s)
+        ended = self._services.forecast.ends(
+            call.tags.session_id, num_answers=call.asked.num_answers, now_s=call.started_s
+        )
         if ended is not None:
             self._services.events.emit(
                 WaitEnded(

@@ -108,14 +108,18 @@ class SharedWaits:
 
         num_sent = num_taken = 0
         problem = None
+        refusals: list[Exception] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                num_sent = await self._append()
-                num_taken = await self._read()
+                # First what changes nothing: while Redis is away nothing is appended, and lost.
+                num_taken = await self._read(refusals)
+                num_sent = await self._append(refusals)
         except TimeoutError:
             problem = f"no answer within {self._timeout_s:g} s"
         except (RedisError, OSError, ValueError) as error:
             problem = str(error) or type(error).__name__
+        if refusals:
+            problem = problem or str(refusals[0])
         changed = self._worked is not (problem is None)
         self._worked = problem is None
         num_dropped, self._num_dropped = self._num_dropped, 0
@@ -161,7 +165,8 @@ class SharedWaits:
             self._unsent.popleft()
             self._num_dropped += 1
 
-    async def _append(self) -> int:
+    async def _append(self, refusals: list[Exception]) -> int:
+        """Append what is new; return how much of it Redis took, and add what it refused with."""
         batch = list(self._unsent)
         if not batch:
             return 0
@@ -172,16 +177,23 @@ class SharedWaits:
                     pipe.xadd(self._key(tenant), fields, maxlen=MAX_WAITS, approximate=True)
                 for tenant in {tenant for tenant, _ in batch}:
                     pipe.expire(self._key(tenant), KEEP_S)
-                await pipe.execute()
+                answers = await pipe.execute(raise_on_error=False)
         except BaseException:
-            # Perhaps some were taken: a wait that counts twice is no harm.
-            self._unsent.extendleft(reversed(batch))
-            self._drop_oldest()
+            # What was asked for and not answered may have been done, or be done yet: asked for
+            # again it would lie there twice, and count twice with every replica.
+            self._num_dropped += len(batch)
             raise
-        return len(batch)
+        refused = []
+        for each, answer in zip(batch, answers, strict=False):
+            if isinstance(answer, Exception):
+                refused.append(each)
+                refusals.append(answer)
+        self._unsent.extendleft(reversed(refused))
+        self._drop_oldest()
+        return len(batch) - len(refused)
 
-    async def _read(self) -> int:
-        """Read the streams that were not read for longest."""
+    async def _read(self, refusals: list[Exception]) -> int:
+        """Read the streams that were not read for longest; add what Redis refused with."""
         chosen = sorted(self._streams, key=lambda tenant: self._streams[tenant].turn)
         chosen = chosen[:_MAX_TENANTS_AT_ONCE]
         if not chosen:
@@ -195,8 +207,14 @@ class SharedWaits:
                     pipe.xrevrange(self._key(tenant), count=_MAX_WAITS_AT_ONCE)
                 else:
                     pipe.xrange(self._key(tenant), min=f"({last_id}", count=_MAX_WAITS_AT_ONCE)
-            answers = await pipe.execute()
-        return sum(self._take(*each) for each in zip(chosen, answers, strict=True))
+            answers = await pipe.execute(raise_on_error=False)
+        num_taken = 0
+        for tenant, answer in zip(chosen, answers, strict=True):
+            refused = isinstance(answer, Exception)
+            if refused:
+                refusals.append(answer)
+            num_taken += self._take(tenant, [] if refused else answer)
+        return num_taken
 
     def _take(self, tenant: str | None, entries: list[tuple[str, Mapping[str, str]]]) -> int:
         """Learn from entries of a tenant's stream; return how many were of others."""

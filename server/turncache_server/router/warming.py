@@ -56,9 +56,14 @@ def warm_later(
     def send() -> None:
         services.background.spawn(_warm(services, ahead), "warm ahead")
 
-    if not services.next_prompts.later(
-        call.tags.session_id, len(ahead.body), expect_s - ahead_s, send
-    ):
+    num_gone = services.next_prompts.later(
+        call.tags.session_id,
+        len(ahead.body),
+        expect_s - ahead_s,
+        send,
+        tenant=call.caller.tenant,
+    )
+    for _ in range(num_gone):
         services.events.emit(WarmedAhead(result="no_room"))
 
 

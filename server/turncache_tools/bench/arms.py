@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from turncache.errors import UsageError
@@ -151,6 +151,24 @@ class NotMeasurable:
     why: str
 
 
+def check_arms(wanted: Sequence[str], urls: Collection[str]) -> None:
+    """Check names of arms, before a stack is asked for anything.
+
+    Args:
+        wanted: names.
+        urls: names of arms with a stack of their own.
+
+    Raises:
+        UsageError: an unknown name without a URL.
+    """
+    for name in wanted:
+        if name not in KINDS and name not in urls:
+            raise UsageError(
+                f"--arms {name}: expected {', '.join(KINDS)}, or --arm {name}=URL for a stack of "
+                "its own"
+            )
+
+
 def choose_arms(
     wanted: Sequence[str], facts: StackFacts, *, url: str, urls: Mapping[str, Sequence[str]]
 ) -> tuple[list[Arm], list[NotMeasurable]]:
@@ -165,6 +183,7 @@ def choose_arms(
     Raises:
         UsageError: an unknown name without a URL, or nothing to compare with.
     """
+    check_arms(wanted, urls)
     names = list(dict.fromkeys([OFF, *wanted, *urls]))
     arms: list[Arm] = []
     missing: list[NotMeasurable] = []
@@ -173,11 +192,7 @@ def choose_arms(
         if name in urls:
             arms.append(_elsewhere(name, kind, urls[name]))
             continue
-        if kind is None:
-            raise UsageError(
-                f"--arms {name}: expected {', '.join(KINDS)}, or --arm {name}=URL for a stack of "
-                "its own"
-            )
+        assert kind is not None, "it has been checked"
         why = _missing(name, kind, facts)
         if why:
             missing.append(NotMeasurable(name=name, why=why))

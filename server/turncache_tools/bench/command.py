@@ -13,6 +13,7 @@ import typer
 from turncache.errors import UsageError
 from turncache_tools.bench import words
 from turncache_tools.bench.agents import Misses
+from turncache_tools.bench.arms import check_arms
 from turncache_tools.bench.options import WorkloadOptions, workload_options
 from turncache_tools.bench.page import page
 from turncache_tools.bench.report import Report
@@ -24,6 +25,7 @@ from turncache_tools.options import with_options
 from turncache_tools.shell import (
     CHECK_FAILED,
     check_folder,
+    check_seconds,
     progress,
     run_verb,
     write,
@@ -101,6 +103,11 @@ def bench(
     workload = work.workload(seed=seed)
     if rounds < 1:
         raise UsageError(f"--rounds {rounds}: expected a number from 1")
+    check_seconds(timeout, "--timeout")
+    check_seconds(retain, "--retain", none_too=True)
+    names = tuple(name.strip() for name in arms.split(",") if name.strip())
+    urls = _arm_urls(arm or [])
+    check_arms(names, urls)
     keys = fleet_keys(fleet_secret_file)
     controls = control_addresses(control, keyed=keys is not None) if control else ()
     places = Places(
@@ -111,8 +118,8 @@ def bench(
     )
     plan = Plan(
         workload=workload,
-        arms=tuple(name.strip() for name in arms.split(",") if name.strip()),
-        urls=_arm_urls(arm or []),
+        arms=names,
+        urls=urls,
         rounds=rounds,
         seed=seed,
         misses=_misses(

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from turncache.errors import UsageError
 
@@ -121,6 +122,10 @@ class Parameters:
     subagent_calls: int = 3
 
 
+#: Of a lognormal distribution; beyond it one draw is all that a sum consists of.
+_MOST_SIGMA: Final = 10
+
+
 def parametric(numbers: Parameters, *, seed: int) -> Workload:
     """Draw a workload; the same seed gives the same one.
 
@@ -145,6 +150,12 @@ def _check(numbers: Parameters) -> None:
         if not 0 <= value < math.inf:
             option = name.removesuffix("_s").replace("_", "-")
             raise UsageError(f"--{option} {value}: expected a number from 0")
+    for name in ("new_sigma", "wait_sigma"):
+        if getattr(numbers, name) > _MOST_SIGMA:
+            option = name.replace("_", "-")
+            raise UsageError(
+                f"--{option} {getattr(numbers, name):g}: expected a number up to {_MOST_SIGMA}"
+            )
     least = numbers.system + numbers.tools + numbers.compact_to
     if numbers.compact_at and numbers.compact_at <= least:
         raise UsageError(

@@ -23,6 +23,7 @@ from turncache_tools.control import SecretFile, control_addresses, fleet_keys
 from turncache_tools.figure import SCHEMA
 from turncache_tools.shell import (
     check_folder,
+    check_seconds,
     progress,
     run_verb,
     write,
@@ -90,6 +91,8 @@ def calibrate(
     for option, count in (("--repeats", repeats), ("--accelerators", accelerators)):
         if count < 1:
             raise UsageError(f"{option} {count}: expected a number from 1")
+    check_seconds(timeout, "--timeout")
+    check_seconds(most_seconds, "--most-seconds")
     keys = fleet_keys(fleet_secret_file)
     controls = control_addresses(control, keyed=keys is not None) if control else ()
     run = Calibration(

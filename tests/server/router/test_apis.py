@@ -128,6 +128,33 @@ def test_a_prefill_leg_of_a_response_stores_nothing() -> None:
     assert leg["store"] is False
 
 
+@pytest.mark.parametrize(
+    ("more", "num_answers"),
+    [
+        ({"input": "hi"}, 0),
+        ({"input": [{"role": "user", "content": "hi"}]}, 0),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": "hi"},
+                    {"type": "reasoning"},
+                    *({"type": "function_call", "call_id": each} for each in "ab"),
+                    *({"type": "function_call_output", "call_id": each} for each in "ab"),
+                    {"role": "assistant", "content": "done"},
+                ]
+            },
+            2,
+        ),
+        ({"input": "go on", "previous_response_id": "resp_1"}, None),
+    ],
+)
+def test_the_items_of_a_response_are_one_answer(
+    more: dict[str, Any], num_answers: int | None
+) -> None:
+    """However many they are; what an engine keeps is not counted."""
+    assert RESPONSES.read(parse({"model": "m", **more})).num_answers == num_answers
+
+
 def test_a_thinking_budget_says_that_the_leg_is_a_prefill() -> None:
     """VLLM refuses a budget that is not below max_tokens, unless the leg decodes nothing."""
     body = parse(

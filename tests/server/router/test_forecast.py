@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx2
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.engine import FakeEngine, fake_engines
+from tests.fakes.engine import FakeEngine, Script, fake_engines
 from tests.server.router.conftest import Pair, Single
 from tests.server.router.support import MESSAGES, TOOLS, Bench, bench
 from turncache_server.control.messages import Signal
@@ -58,6 +59,22 @@ def test_a_wait_is_measured_once() -> None:
     )
     assert made.ends("s", now_s=19.0) is None
     assert made.begins("s", ["search"], {}, tenant=None, now_s=20.0) == 8.0
+
+
+async def test_a_wait_that_ended_at_another_replica_is_measured_by_neither() -> None:
+    """The first replica's next call would make two waits, and the call between them, one."""
+    engine = FakeEngine()
+    function = {"name": "search", "arguments": "{}"}
+    reply = {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+    choice = {"index": 0, "finish_reason": "tool_calls", "message": reply}
+    engine.default = Script(body=json.dumps({"choices": [choice]}).encode())
+    async with fake_engines(engine), bench(engine) as first, bench(engine) as second:
+        messages = MESSAGES
+        for running in (first, second, first, first):
+            await running.chat(tools=TOOLS, session="s", messages=messages)
+            messages = [*messages, *results(reply)[-2:]]
+        # Only the last wait began and ended at one.
+        assert [len(running.of_kind(WaitEnded)) for running in (first, second)] == [1, 0]
 
 
 def test_a_forgotten_wait_teaches_nothing() -> None:

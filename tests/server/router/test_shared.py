@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +142,82 @@ async def test_without_redis_only_a_counter_changes(
         await taken(first, 1)
     warned = [m for m in caplog.messages if m.startswith("tool waits are not shared")]
     assert len(warned) >= 2
+
+
+@asynccontextmanager
+async def late(server: RedisServer, command: bytes) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Stand before a Redis, and hold its answers back, from a command to the event's end."""
+    holds, release = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", server.port)
+
+        async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await source.read(65536):
+                    if source is far_reader and holds.is_set():
+                        await release.wait()
+                    elif source is reader and command in data:
+                        holds.set()
+                    sink.write(data)
+            sink.close()
+
+        await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as standing:
+        yield f"redis://127.0.0.1:{standing.sockets[0].getsockname()[1]}", release
+        release.set()
+
+
+def ended(tenant: str, seconds: float) -> WaitEnded:
+    """Make the event of a tool wait."""
+    return WaitEnded(request="r", tenant=tenant, tool_names=("a",), seconds=seconds, expect_s=None)
+
+
+async def test_what_redis_does_and_answers_late_is_not_done_twice(server: RedisServer) -> None:
+    """Nobody can tell it from what was lost: it counts as lost, and later waits go out."""
+    learn = Forecast(10).learn
+    async with (
+        Redis.from_url(server.url, decode_responses=True) as redis,
+        late(server, b"XADD") as (url, release),
+        Redis.from_url(url, decode_responses=True) as slow,
+    ):
+        shared = SharedWaits(slow, learn, prefix="late", timeout_s=0.2)
+        shared(started("t"))
+        shared(ended("t", 1.0))
+        done = await shared.exchange()
+        assert (done.num_sent, done.num_dropped) == (0, 1)
+        assert done.problem is not None
+        shared(ended("t", 2.0))
+        # It is still away: this one has not been asked for, and is kept.
+        assert (await shared.exchange()).num_dropped == 0
+        release.set()
+        assert (await shared.exchange()).num_sent == 1
+        entries = await redis.xrange("late:1:waits:t")
+        assert [fields["s"] for _, fields in entries] == ["1", "2"]
+
+
+async def test_what_redis_refuses_of_one_tenant_is_asked_for_again_alone(
+    server: RedisServer,
+) -> None:
+    """The waits of the others have been taken, and are read."""
+    async with Redis.from_url(server.url, decode_responses=True) as redis:
+        forecast = Forecast(10)
+        shared = SharedWaits(redis, forecast.learn, prefix="refuse", timeout_s=20)
+        await redis.set("refuse:1:waits:odd", "no stream")
+        for tenant in ("odd", "t"):
+            shared(started(tenant))
+            shared(ended(tenant, 1.0))
+        other = {"by": "other", "tools": "a", "s": "7"}
+        await redis.xadd("refuse:1:waits:t", other)
+        done = await shared.exchange()
+        assert (done.num_sent, done.num_taken, done.num_dropped) == (1, 1, 0)
+        assert "WRONGTYPE" in (done.problem or "")
+        done = await shared.exchange()
+        assert (done.num_sent, done.num_taken) == (0, 0)
+        assert await redis.xlen("refuse:1:waits:t") == 2
+        await redis.delete("refuse:1:waits:odd")
+        assert (await shared.exchange()).num_sent == 1
 
 
 async def test_a_router_starts_without_redis_and_ends_without_it(server: RedisServer) -> None:

@@ -6,18 +6,20 @@ import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.engine import Script, fake_pair
+from tests.fakes.engine import FakeEngine, Script, fake_engines, fake_pair
 from tests.server.router.conftest import Pair
 from tests.server.router.support import MESSAGES, TOOLS, Bench, bench, outcome_of
 from turncache_server.router.body import Body
 from turncache_server.router.events import WarmedAhead
 from turncache_server.router.following import Said
+from turncache_server.router.keys import add_key
 from turncache_server.router.next_prompts import NextPrompts, next_messages
 from turncache_server.router.opening import CallInput
 
@@ -186,6 +188,16 @@ async def test_nothing_is_sent_ahead_by_default(pair: Pair) -> None:
     assert len(pair.prefill.seen) == 2
 
 
+async def test_a_router_of_single_engines_says_that_it_sends_nothing_ahead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever has set it believes that it does something."""
+    engine = FakeEngine()
+    async with fake_engines(engine), bench(engine, warm_ahead_s=1):
+        pass
+    assert [m for m in caplog.messages if m.startswith("warm_ahead_s = 1.0 has no effect")]
+
+
 async def test_nothing_is_sent_ahead_while_returns_are_off(warmed: Pair) -> None:
     """Prefill would compute what it cannot pull."""
     warmed.bench.router.return_enabled = False
@@ -256,17 +268,82 @@ async def test_waiting_prompts_are_bounded_and_freed() -> None:
     """Of a session there is one; what is dropped makes room."""
     sent: list[str] = []
     made = NextPrompts(100)
-    assert made.later("a", 60, 600.0, lambda: sent.append("a"))
-    assert not made.later("b", 60, 600.0, lambda: sent.append("b"))
-    assert made.later("a", 90, 600.0, lambda: sent.append("a again"))
+
+    def later(session: str, size_bytes: int) -> int:
+        return made.later(session, size_bytes, 600.0, lambda: sent.append(session), tenant=None)
+
+    assert later("a", 60) == 0
+    assert later("b", 60) == 1
+    assert later("a", 90) == 0
     assert len(made) == 1
     assert made.drop("a")
     assert not made.drop("a")
     done = asyncio.Event()
-    assert made.later("b", 100, 0.0, done.set)
+    assert made.later("b", 100, 0.0, done.set, tenant=None) == 0
     await done.wait()
     assert sent == []
     assert len(made) == 0
-    assert made.later("c", 100, 600.0, lambda: sent.append("c"))
+    assert later("c", 100) == 0
     made.close()
     assert len(made) == 0
+
+
+@given(
+    greedy=st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integers(1, 70)), max_size=30
+    ),
+    modest=st.lists(st.integers(0, 29), min_size=3, max_size=3),
+)
+async def test_no_tenant_takes_the_share_of_another(
+    greedy: list[tuple[str, int, int]], modest: list[int]
+) -> None:
+    """A third of the room is there for a third tenant, and every prompt that goes is counted."""
+    made, num_gone, num_put = NextPrompts(100), 0, 0
+
+    def put(tenant: str, session: str, size_bytes: int) -> None:
+        nonlocal num_gone, num_put
+        num_put += not made.drop(session)
+        num_gone += made.later(session, size_bytes, 600.0, lambda: None, tenant=tenant)
+
+    for at, (tenant, session, size_bytes) in enumerate(greedy):
+        for number, when in enumerate(modest):
+            if when == at:
+                put("c", f"c{number}", 11)
+        put(tenant, f"{tenant}{session}", size_bytes)
+    assert len(made) == num_put - num_gone
+    for number, when in enumerate(modest):
+        assert made.drop(f"c{number}") == (when < len(greedy))
+    made.close()
+
+
+async def test_one_tenant_does_not_fill_the_room_for_all(tmp_path: Path) -> None:
+    """Its latest prompt makes way for the only one of another, and both are counted."""
+    path = tmp_path / "keys.toml"
+    red, blue = ({"Authorization": f"Bearer {add_key(path, name)}"} for name in ("red", "blue"))
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(
+            prefill, decode, warm_ahead_s=0.03, max_ahead_bytes=4096, keys_file=str(path)
+        ) as running,
+    ):
+        made: dict[str, dict[str, Any]] = {}
+
+        async def call(session: str, key: dict[str, str], **members: Any) -> Any:
+            headers = {"Turncache-Tools": "search=600", **key}
+            answer = await running.chat(tools=TOOLS, session=session, headers=headers, **members)
+            return answer.json()["choices"][0]["message"]
+
+        for number in range(3):
+            made[f"red-{number}"] = await call(f"red-{number}", red)
+        assert len(running.of_kind(WarmedAhead)) == 0
+        made["red-3"] = await call("red-3", red)
+        assert await results(running, 1) == ["no_room"]
+        made["blue"] = await call("blue", blue)
+        assert await results(running, 2) == ["no_room", "no_room"]
+        for session, key in (("blue", blue), ("red-0", red), ("red-1", red)):
+            await call(session, key, messages=with_results(made[session]))
+        # Of red's three the latest has gone.
+        assert (await results(running, 5))[2:] == ["overtaken"] * 3
+        running.http.headers.update(red)
+        sample = 'turncache_router_warm_ahead_total{result="no_room"}'
+        assert await running.metric(sample) == 2

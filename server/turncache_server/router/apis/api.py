@@ -50,7 +50,7 @@ class CallRequest:
         model: served name, None for the engine's default.
         stream: whether the answer comes as server-sent events.
         num_choices: answers that were asked for.
-        has_answers: the history has an answer of the model: earlier calls may have left KV.
+        num_answers: of the model in the history, None where an engine keeps that.
         brings_results: the history ends in a tool's result: a tool wait is over.
         max_tokens: longest answer in tokens, None for no limit of the client's.
         one_engine: the member because of which one engine has to serve the call alone,
@@ -61,11 +61,16 @@ class CallRequest:
     model: str | None
     stream: bool
     num_choices: int = 1
-    has_answers: bool = False
+    num_answers: int | None = 0
     brings_results: bool = False
     max_tokens: int | None = None
     one_engine: str | None = None
     continues: str | None = None
+
+    @property
+    def has_answers(self) -> bool:
+        """The history has an answer of the model: earlier calls may have left KV."""
+        return self.num_answers is None or self.num_answers > 0
 
 
 class Collector(Protocol):

@@ -102,7 +102,7 @@ def read_chat(body: Body) -> CallRequest:
         model=body.get("model") or None,
         stream=bool(body.get("stream")),
         num_choices=body.get("n") or 1,
-        has_answers=any(message.get("role") == "assistant" for message in messages),
+        num_answers=sum(message.get("role") == "assistant" for message in messages),
         brings_results=messages[-1].get("role") in _RESULT_ROLES,
         max_tokens=longest,
         one_engine=one_engine(body) or ("messages" if has_media(messages) else None),

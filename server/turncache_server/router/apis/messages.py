@@ -66,7 +66,7 @@ def read_messages(body: Body) -> CallRequest:
     return CallRequest(
         model=body.get("model") or None,
         stream=bool(body.get("stream")),
-        has_answers=any(message.get("role") == "assistant" for message in messages),
+        num_answers=sum(message.get("role") == "assistant" for message in messages),
         brings_results=isinstance(last, list)
         and any(isinstance(part, dict) and part.get("type") == "tool_result" for part in last),
         max_tokens=body.get("max_tokens"),

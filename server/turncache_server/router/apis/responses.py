@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, Final
 
@@ -70,12 +71,18 @@ def read_response(body: Body) -> CallRequest:
     return CallRequest(
         model=body.get("model") or None,
         stream=bool(body.get("stream")),
-        has_answers=previous is not None or any(map(_is_answer, items)),
+        num_answers=_num_answers(items) if previous is None else None,
         brings_results=bool(items) and str(items[-1].get("type")).endswith("_output"),
         max_tokens=body.get("max_output_tokens"),
         one_engine=_one_engine(body, items),
         continues=previous,
     )
+
+
+def _num_answers(items: list[dict[str, Any]]) -> int:
+    """Count answers: a response is a message and its calls, one item after the other."""
+    said = [False, *map(_is_answer, items)]
+    return sum(now and not before for before, now in itertools.pairwise(said))
 
 
 def _is_answer(item: dict[str, Any]) -> bool:
