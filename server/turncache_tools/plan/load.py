@@ -119,10 +119,16 @@ class PlanArm:
 
 
 OFF: Final = "off"
+ADMISSION: Final = "admission"
 
 
-def arms_for(rig: Rig, settings: Settings, host_gb: Sequence[float]) -> list[PlanArm]:
-    """Return the arms that a rig can have, off first."""
+def arms_for(
+    rig: Rig,
+    settings: Settings,
+    host_gb: Sequence[float],
+    admission: AdmissionRules | None = None,
+) -> list[PlanArm]:
+    """Return the arms that a rig can have, off first; with rules also one of admission."""
     arms = [
         PlanArm(name=OFF, what="stock"),
         PlanArm(name="retention", what="sessions kept", retaining=True, settings=settings),
@@ -138,6 +144,9 @@ def arms_for(rig: Rig, settings: Settings, host_gb: Sequence[float]) -> list[Pla
                 settings=settings,
             ),
         ]
+    if admission is not None:
+        what = f"{arms[-1].what}, new sessions wait for room"
+        arms.append(replace(arms[-1], name=ADMISSION, what=what, admission=admission))
     arms.append(PlanArm(name="pool x2", what="stock, twice the pool", pool_factor=2.0))
     if rig.profile.kv_token_bytes:
         arms += [
