@@ -117,6 +117,10 @@ perf-aiperf: models ## aiperf, in an environment of its own, on our router and a
 perf-router-replicas: setup ## two routers, same engines: agreement, and how often a source is unknown (PERF="--refused 0.05")
 	@$(PY) -m tests.perf.bench_replicas $(PERF)
 
+.PHONY: perf-admission
+perf-admission: models ## admission at twice the working set: simulated, and on a real engine (PERF="simulated")
+	@$(ENGINE) -m tests.perf.bench_admission $(PERF)
+
 .PHONY: fuzz-router
 fuzz-router: setup ## 100,000 malformed and hostile requests against the router (FUZZ="--requests 1000")
 	@$(PY) -m tests.fuzz.router $(FUZZ)

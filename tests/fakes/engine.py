@@ -184,6 +184,7 @@ class FakeEngine:
         kept: by session that it keeps the blocks of its history: all that it has answered
             and that were not ended.
         num_starts: how often it was started: another process each time, for routers.
+        num_blocks: of its pool, as it tells others; it never lacks any.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class FakeEngine:
         self.draining = False
         self.kept: dict[str, list[bytes]] = {}
         self.num_starts = 0
+        self.num_blocks = 0
         self.port = 0
         self._with_control = control
         self._control: ControlServer | None = None
@@ -288,6 +290,7 @@ class FakeEngine:
                     mode="on",
                     fingerprint={"model": self.models[0]},
                     block_size=BLOCK_TOKENS,
+                    num_blocks=self.num_blocks,
                 )
             case Call():
                 return self.replies.get(request.request, CallReply(found=False))

@@ -20,16 +20,18 @@ from aiohttp import web
 from turncache.errors import ConfigError
 from turncache.protocol import CALL_HEADER, PROTOCOL_VERSION, REQUEST_ID_HEADER
 from turncache_server.control.client import AsyncControlClient
+from turncache_server.router.admission import Admission
 from turncache_server.router.apis import APIS
 from turncache_server.router.background import Background
 from turncache_server.router.checks import engine_key, without_effect
 from turncache_server.router.config import RouterConfig, fleet_keys
 from turncache_server.router.engines_file import engines_followed
 from turncache_server.router.engines_kubernetes import kubernetes_followed
-from turncache_server.router.errors import SERVER_ERROR, ApiError
+from turncache_server.router.errors import SERVER_ERROR, ApiError, shutting_down
 from turncache_server.router.events import CallRefused, Events, Listener
 from turncache_server.router.following import Conversations
 from turncache_server.router.forecast import Forecast
+from turncache_server.router.gate import Gate
 from turncache_server.router.handlers import (
     CALLER,
     REQUEST_ID,
@@ -125,10 +127,14 @@ async def serving(
     keys = fleet_keys(config)
     upstream = Upstream(config)
     control = AsyncControlClient(keys)
+    pool = Pool(config, upstream, control, events=events, clock=clock, engine_key=own_key)
+    gate = _gate(config, pool, events, clock)
+    if gate is not None:
+        metrics.watch(gate.state)
     services = Services(
         config=config,
         switches=Switches(return_enabled=config.return_enabled),
-        pool=Pool(config, upstream, control, events=events, clock=clock, engine_key=own_key),
+        pool=pool,
         upstream=upstream,
         control=control,
         sessions=sessions,
@@ -143,6 +149,7 @@ async def serving(
         engine_key=own_key,
         keys=KeyFile(Path(config.keys_file), clock) if config.keys_file else None,
         in_flight=InFlight(config.max_tenant_calls, config.retry_after_s),
+        gate=gate,
         traces=traces,
     )
     edge = _Edge(services)
@@ -175,6 +182,8 @@ async def serving(
                 yield router
             finally:
                 services.switches.draining = True
+                if gate is not None:
+                    gate.close()
                 await site.stop()
                 await edge.drain(config.shutdown_s)
     finally:
@@ -186,6 +195,27 @@ async def serving(
         await upstream.close()
         if traces is not None:
             await traces.close()
+
+
+def _gate(
+    config: RouterConfig, pool: Pool, events: Events, clock: Callable[[], float]
+) -> Gate | None:
+    """Make what new sessions wait at, None when they never do."""
+    if not config.admission:
+        return None
+
+    def fits() -> int | None:
+        if config.admission_tokens:
+            return config.admission_tokens
+        kept = pool.kept_tokens()
+        return None if kept is None else int(config.admission_share * kept)
+
+    core = Admission(
+        idle_s=config.admission_idle_s,
+        wait_s=config.admission_wait_s,
+        max_waiting=config.admission_max_waiting,
+    )
+    return Gate(core, fits=fits, clock=clock, events=events, retry_after_s=config.retry_after_s)
 
 
 def run(config: RouterConfig, *, ready: Callable[[str], None] | None = None) -> None:
@@ -288,13 +318,7 @@ class _Edge:
 
     def _check_draining(self, request: web.Request) -> None:
         if self._services.switches.draining and request.path not in ("/health", "/metrics"):
-            raise ApiError(
-                503,
-                "The router is shutting down.",
-                kind=SERVER_ERROR,
-                code="draining",
-                retry_after_s=self._services.config.retry_after_s,
-            )
+            raise shutting_down(self._services.config.retry_after_s)
 
     def _refused(self, request: web.Request, error: ApiError) -> web.Response:
         name = request.match_info.route.name

@@ -27,6 +27,7 @@ from turncache_server.router.events import (
     OutcomeMissing,
 )
 from turncache_server.router.following import Said
+from turncache_server.router.gate import Gate
 from turncache_server.router.legs import ANSWER_HEADERS, TRACE_HEADERS, forwarded
 from turncache_server.router.opening import (
     CallInput,
@@ -73,6 +74,7 @@ class PlannedCall:
             plan=plan.label,
             reason=plan.reason,
             tenant=call.caller.tenant,
+            queued_s=call.queued_s,
         )
         self._opening = Opening(services, call, plan, self._prefilled)
         self._overhead_s: float | None = None
@@ -157,7 +159,7 @@ class PlannedCall:
         self._witness = self._witness or opened.engine
         headers = opened.leg.headers(ANSWER_HEADERS) | await self._outcome_header()
         self._record.ttft_s = self._since_start()
-        self._overhead_s = self._record.ttft_s - self._opening.engine_s
+        self._overhead_s = self._record.ttft_s - self._opening.engine_s - self._call.queued_s
         collector = self._call.api.collector(self._call.asked.num_choices, self._call.tags.final)
         relay = Relay(
             answer=self._answer,
@@ -373,10 +375,29 @@ class PlannedCall:
                 ttft_s=record.ttft_s,
                 total_s=record.total_s,
                 overhead_s=self._overhead_s,
+                queued_s=self._call.queued_s,
             )
         )
+        if self._services.gate is not None:
+            self._leave_gate(self._services.gate, ending)
         if record.final or not self._can_ask:
             self._tell_outcome()
             self._settled()
         else:
             self._services.background.spawn(self._settle(), "settle a call")
+
+    def _leave_gate(self, gate: Gate, ending: Ending | None) -> None:
+        """Say how large the session is now, and whether it will be back."""
+        outcome = self._record.outcome
+        usage = None if ending is None else ending.usage
+        tokens = None if outcome is None else outcome.prompt
+        if usage is not None:
+            tokens = usage.prompt_tokens + (usage.completion_tokens or 0)
+        gate.ended(
+            self._call.request,
+            well=ending is not None and ending.problem is None,
+            tokens=tokens,
+            # Whatever is found of a session that has not called yet is others' as well.
+            shared=0 if outcome is None or self._call.continues else outcome.reused,
+            final=self._call.tags.final,
+        )

@@ -79,6 +79,12 @@ class RouterConfig:
     decode_alone_tokens: int = _number(0, 0)
     max_new_tokens_on_decode: int = _number(0, 0)
     serve_on_prefill: bool = False
+    admission: bool = False
+    admission_tokens: int = _number(0, 0)
+    admission_share: float = _number(0.9, 0.01, 100)
+    admission_idle_s: float = _number(120.0, 0, 86400)
+    admission_wait_s: float = _number(120.0, 0, 86400)
+    admission_max_waiting: int = _number(256, 0)
     admin: bool = False
     on_disconnect: str = _word("cancel", "cancel", "drain")
     disconnect_drain_s: float = _number(30.0, 0, 3600)

@@ -64,6 +64,17 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
     return ApiError(400, message, param=param, code=code)
 
 
+def shutting_down(retry_after_s: float) -> ApiError:
+    """Make the error for a request that comes, or still waits, when the router ends."""
+    return ApiError(
+        503,
+        "The router is shutting down.",
+        kind=SERVER_ERROR,
+        code="draining",
+        retry_after_s=retry_after_s,
+    )
+
+
 class EngineRefused(EngineFault):
     """Raised when an engine answered a leg with an error status: it goes to the client as is.
 

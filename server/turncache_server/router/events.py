@@ -24,6 +24,21 @@ class CallRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallAdmitted:
+    """A call of a session was let in, or will not be; only with ``admission``.
+
+    Attributes:
+        result: ``at_once``; after a wait ``in_turn``, or ``late`` when it was the longest that
+            is allowed; ``refused`` by a full queue; ``left``: nobody waits for it any more.
+        waited_s: seconds in the queue, 0 of a call that has left it.
+    """
+
+    request: str
+    result: str
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallStarted:
     """A call has a plan.
 
@@ -66,7 +81,9 @@ class CallEnded:
         prefill_s: seconds of the prefill leg, None without one.
         ttft_s: seconds to the engine's first byte, None when there was none.
         total_s: seconds until the last byte.
-        overhead_s: part of ``ttft_s`` that no engine was working, None without a first byte.
+        overhead_s: part of ``ttft_s`` that no engine was working, None without a first byte;
+            without ``queued_s``.
+        queued_s: part of ``ttft_s`` that the call waited to be let in.
     """
 
     request: str
@@ -82,6 +99,7 @@ class CallEnded:
     ttft_s: float | None
     total_s: float
     overhead_s: float | None
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +284,7 @@ class WaitsExchanged:
 
 Event = (
     CallRefused
+    | CallAdmitted
     | CallStarted
     | LegStarted
     | CallEnded

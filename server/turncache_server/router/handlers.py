@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import math
 from collections.abc import Awaitable, Callable
@@ -15,9 +16,10 @@ from turncache_server.router import metrics
 from turncache_server.router.apis import APIS, errors_of
 from turncache_server.router.apis.api import Api
 from turncache_server.router.body import Body
-from turncache_server.router.calls import PlannedCall
+from turncache_server.router.calls import CLIENT_GONE, PlannedCall
 from turncache_server.router.config import EngineConfig
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
+from turncache_server.router.events import CallRefused
 from turncache_server.router.intake import Intake, tags_of
 from turncache_server.router.keys import Caller
 from turncache_server.router.legs import ANSWER_HEADERS, TRACE_HEADERS, forwarded
@@ -26,7 +28,7 @@ from turncache_server.router.metrics import Metrics
 from turncache_server.router.plan import Readiness, Side
 from turncache_server.router.services import Services
 from turncache_server.router.signals import holders, send_signal
-from turncache_server.router.stream import ClientAnswer
+from turncache_server.router.stream import ClientAnswer, ClientGone
 
 #: Key of a request under which the middleware leaves its id.
 REQUEST_ID: Final = web.RequestKey("turncache_request_id", str)
@@ -88,15 +90,27 @@ class Handlers:
         started_s = services.clock()
         headers = self._headers(request)
         body = Body.parse(await self._json_body(request), max_depth=services.config.max_body_depth)
-        call, plan = await self._intake.planned(
-            api,
-            body,
-            headers=headers,
-            caller=request[CALLER],
-            request_id=request[REQUEST_ID],
-            started_s=started_s,
-        )
-        return await PlannedCall(services, call, plan, ClientAnswer(request, api.errors)).run()
+        answer = ClientAnswer(request, api.errors)
+        try:
+            call, plan = await self._intake.planned(
+                api,
+                body,
+                headers=headers,
+                caller=request[CALLER],
+                request_id=request[REQUEST_ID],
+                started_s=started_s,
+                answer=answer,
+            )
+            return await PlannedCall(services, call, plan, answer).run()
+        except ApiError as error:
+            if not answer.started:
+                raise
+            # A stream that was kept alive while it waited to be let in.
+            services.events.emit(CallRefused(api=api.name, code=error.status))
+            return await _failed(answer, error)
+        finally:
+            if services.gate is not None:
+                services.gate.left(request[REQUEST_ID])
 
     async def pass_on(self, request: web.Request) -> web.Response:
         """Serve what needs no plan: one engine's answer, in one piece."""
@@ -146,6 +160,10 @@ class Handlers:
             services.forecast.forget(tags.session_id)
         elif kind == "wait":
             services.forecast.expects(tags.session_id, expect_s)
+        if services.gate is not None and (
+            kind == "final" or (kind == "wait" and (expect_s or 0) >= MAX_RETAIN_S)
+        ):
+            services.gate.forget(tags.session_id)
         self._time_prompt(tags.session_id, kind, expect_s)
         signal = Signal(session=tags.session_id, kind=kind, expect_s=expect_s)
         reply = await send_signal(services, names, signal)
@@ -174,7 +192,10 @@ class Handlers:
             }
             for name, entry in table.newest(_MAX_LISTED)
         ]
-        return web.json_response({"num_sessions": len(table), "sessions": listed})
+        found: dict[str, object] = {"num_sessions": len(table), "sessions": listed}
+        if self._services.gate is not None:
+            found["admission"] = dataclasses.asdict(self._services.gate.state())
+        return web.json_response(found)
 
     async def models(self, request: web.Request) -> web.Response:
         """Serve ``GET /v1/models`` from an engine that answers clients."""
@@ -297,6 +318,13 @@ class Handlers:
         return await read_body(
             request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
         )
+
+
+async def _failed(answer: ClientAnswer, error: ApiError) -> web.StreamResponse:
+    try:
+        return await answer.fail(error)
+    except ClientGone:
+        return web.Response(status=CLIENT_GONE)
 
 
 def error_response(path: str, error: ApiError) -> web.Response:

@@ -8,7 +8,9 @@ from typing import Any
 
 from turncache.errors import ProtocolError
 from turncache.protocol import CallTags, check_session_id, identify, tags_from_headers
+from turncache_server.router.admission import Arrival
 from turncache_server.router.alone import (
+    BYTES_OF_TEXT_PER_TOKEN,
     all_tokens,
     front_of,
     kept_tokens,
@@ -19,6 +21,7 @@ from turncache_server.router.body import Body
 from turncache_server.router.errors import invalid
 from turncache_server.router.events import WaitEnded, WarmedAhead
 from turncache_server.router.following import History
+from turncache_server.router.gate import Gate
 from turncache_server.router.keys import Caller, salt_of
 from turncache_server.router.opening import CallInput
 from turncache_server.router.plan import (
@@ -31,6 +34,7 @@ from turncache_server.router.plan import (
 )
 from turncache_server.router.services import Services
 from turncache_server.router.sessions import SessionEntry, answer_key, namespaced
+from turncache_server.router.stream import ClientAnswer
 
 
 class Intake:
@@ -52,6 +56,7 @@ class Intake:
         caller: Caller,
         request_id: str,
         started_s: float,
+        answer: ClientAnswer,
     ) -> tuple[CallInput, CallPlan]:
         """Read a request and plan its call.
 
@@ -62,9 +67,10 @@ class Intake:
             caller: whose call it is.
             request_id: minted by the router.
             started_s: when the request arrived.
+            answer: to the client; kept alive while the call waits to be let in.
 
         Raises:
-            ApiError: the request is impossible, or nobody can serve it.
+            ApiError: the request is impossible, nobody can serve it, or too many wait.
         """
         services = self._services
         asked = api.read(body)
@@ -78,6 +84,22 @@ class Intake:
         if followed and history is not None:
             tags, anonymous = self._followed(body, history, tags)
         root, entry = self._place(asked, tags, caller)
+        queued_s, continues = 0.0, asked.has_answers or entry is not None
+        if services.gate is not None and not anonymous:
+            arrival = Arrival(
+                call=request_id,
+                session=tags.session_id,
+                tenant=caller.tenant,
+                tokens=len(body.text) // BYTES_OF_TEXT_PER_TOKEN,
+                above=tuple(each for each in (tags.parent_id, root) if each is not None),
+                urgent=asked.brings_results or tags.final,
+            )
+            ping_s = services.config.ping_s if asked.stream else 0.0
+            queued_s = await _let_in(services.gate, arrival, answer, ping_s)
+        if queued_s:
+            # Meanwhile engines may have come and gone.
+            snapshot = await self._snapshot_with(asked.model)
+            root, entry = self._place(asked, tags, caller)
         call = CallInput(
             request=request_id,
             api=api,
@@ -97,6 +119,8 @@ class Intake:
             headers=headers,
             started_s=started_s,
             return_enabled=snapshot.return_enabled,
+            queued_s=queued_s,
+            continues=continues,
         )
         if services.next_prompts.drop(tags.session_id):
             services.events.emit(WarmedAhead(result="overtaken"))
@@ -183,6 +207,15 @@ class Intake:
             return snapshot
         await self._services.pool.refresh_models()
         return self._services.snapshot()
+
+
+async def _let_in(gate: Gate, arrival: Arrival, answer: ClientAnswer, ping_s: float) -> float:
+    """Wait until a call's session may come in; returns for how many seconds it was."""
+    waits = gate.ask(arrival)
+    if waits is None:
+        return 0.0
+    async with answer.pinged(ping_s):
+        return await waits
 
 
 def tags_of(

@@ -28,13 +28,14 @@ def log_event(event: Event) -> None:
         case CallEnded():
             logger.log(
                 logging.INFO if event.problem is None else logging.WARNING,
-                "call %s session %s: plan=%s reason=%s code=%d%s ttft=%s total=%.3f s",
+                "call %s session %s: plan=%s reason=%s code=%d%s%s ttft=%s total=%.3f s",
                 event.request,
                 event.session,
                 event.plan.value,
                 event.reason.value,
                 event.code,
                 "" if event.problem is None else f" problem={event.problem}",
+                f" queued={event.queued_s:.3f}" if event.queued_s else "",
                 "-" if event.ttft_s is None else f"{event.ttft_s:.3f}",
                 event.total_s,
             )

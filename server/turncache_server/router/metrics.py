@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from turncache_server.router.admission import State
 from turncache_server.router.events import (
+    CallAdmitted,
     CallEnded,
     CallRefused,
     CallStarted,
@@ -34,6 +36,7 @@ from turncache_server.router.events import (
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4)
+_QUEUE_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 _WAIT_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 #: Within a factor of two an expectation is worth half of clairvoyance, beyond three times
 #: three times in a row an engine ignores it.
@@ -173,6 +176,34 @@ class Metrics:
             ("what",),
             registry=registry,
         )
+        self._admitted = Counter(
+            "turncache_router_admission_total",
+            "Calls of sessions that were let in at once, after a wait, or not.",
+            ("result",),
+            registry=registry,
+        )
+        self._queue = Histogram(
+            "turncache_router_queue_seconds",
+            "Seconds that calls waited to be let in, of those that had to wait.",
+            buckets=_QUEUE_S,
+            registry=registry,
+        )
+        self._waiting = Gauge(
+            "turncache_router_admission_waiting",
+            "Calls that wait to be let in.",
+            registry=registry,
+        )
+        self._working_set = Gauge(
+            "turncache_router_admission_sessions",
+            "Sessions that are expected back.",
+            registry=registry,
+        )
+        self._set_tokens = Gauge(
+            "turncache_router_admission_tokens",
+            "Tokens of the sessions that are expected back, and those that fit (-1: unknown).",
+            ("what",),
+            registry=registry,
+        )
         sessions = Gauge(
             "turncache_router_sessions", "Sessions in the router's table.", registry=registry
         )
@@ -181,8 +212,8 @@ class Metrics:
     def __call__(self, event: Event) -> None:
         """Count an event."""
         match event:
-            case CallRefused():
-                self._requests.labels(event.api, "none", str(event.code)).inc()
+            case CallRefused() | CallAdmitted():
+                self._before_a_plan(event)
             case CallStarted():
                 self._active.inc()
             case CallEnded():
@@ -205,6 +236,14 @@ class Metrics:
             case _:
                 self._fleet(event)
 
+    def _before_a_plan(self, event: CallRefused | CallAdmitted) -> None:
+        if isinstance(event, CallRefused):
+            self._requests.labels(event.api, "none", str(event.code)).inc()
+            return
+        self._admitted.labels(event.result).inc()
+        if event.result in ("in_turn", "late"):
+            self._queue.observe(event.waited_s)
+
     def _fleet(self, event: Event) -> None:
         match event:
             case EngineChanged():
@@ -222,6 +261,18 @@ class Metrics:
                 self._list_refused.set(1)
             case EngineRestarted():
                 self._restarts.labels(event.engine, event.side).inc()
+
+    def watch(self, state: Callable[[], State]) -> None:
+        """Show the working set and the queue, as they are when metrics are read."""
+
+        def fits() -> float:
+            found = state().fits
+            return -1 if found is None else found
+
+        self._waiting.set_function(lambda: state().waiting)
+        self._working_set.set_function(lambda: state().sessions)
+        self._set_tokens.labels("expected").set_function(lambda: state().tokens)
+        self._set_tokens.labels("fits").set_function(fits)
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

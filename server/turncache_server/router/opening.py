@@ -55,6 +55,8 @@ class CallInput:
         started_s: when the request arrived.
         caller: whose call it is.
         salt: ``cache_salt`` of the call, None to leave the client's.
+        queued_s: for which it waited to be let in.
+        continues: an earlier call of its session may have left KV.
         return_enabled: the switch at that moment.
     """
 
@@ -72,6 +74,8 @@ class CallInput:
     followed: bool = False
     caller: Caller = ANYBODY
     salt: str | None = None
+    queued_s: float = 0.0
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from turncache.errors import EngineFault
-from turncache_server.control.messages import ModeReply, SetMode
+from turncache_server.control.messages import Hello, HelloReply, ModeReply, SetMode
 from turncache_server.router.breaker import Breaker
 from turncache_server.router.config import EngineConfig, RouterConfig
 from turncache_server.router.errors import LegFailed
@@ -31,7 +31,7 @@ from turncache_server.router.events import (
     Events,
 )
 from turncache_server.router.outcomes import AsksControl
-from turncache_server.router.plan import EngineView, Snapshot
+from turncache_server.router.plan import EngineView, Side, Snapshot
 from turncache_server.router.upstream import Upstream
 
 #: Shortest time between two questions for models because a client named an unknown one.
@@ -61,6 +61,8 @@ class _Engine:
         self.pulls = True
         self.draining = False
         self.start_id = ""
+        self.kept_tokens: int | None = None
+        self.sized_start_id: str | None = None
         self.told_live: bool | None = None
         self.check_now = asyncio.Event()
         self.checks: asyncio.Task[None] | None = None
@@ -227,6 +229,21 @@ class Pool:
         engine.check_now.set()
         self._tell(engine, kind)
 
+    def kept_tokens(self) -> int | None:
+        """Return how many tokens the pools of the live engines hold that keep sessions.
+
+        Those are single and decode engines. One that has never said counts for nothing; None
+        when none of them has. Asked for with ``admission`` only.
+        """
+        found = [
+            engine.kept_tokens
+            for engine in self._engines.values()
+            if engine.config.side is not Side.PREFILL
+            and engine.kept_tokens is not None
+            and self._live(engine)
+        ]
+        return sum(found) if found else None
+
     async def refresh_models(self) -> None:
         """Ask the live engines for their models again, at most once a second."""
         async with self._refresh:
@@ -310,6 +327,8 @@ class Pool:
         before = engine.start_id
         if status == HTTPStatus.OK:
             await self._ask_mode(engine)
+            if self._config.admission:
+                await self._ask_size(engine)
         # A process may die and come back between two checks.
         restarted = before not in ("", engine.start_id)
         recovered = status == HTTPStatus.OK and (restarted or not engine.healthy)
@@ -357,6 +376,20 @@ class Pool:
                     pulls=reply.pulls,
                 )
             )
+
+    async def _ask_size(self, engine: _Engine) -> None:
+        """Ask once per start how large its pool is."""
+        address = engine.config.control
+        if address is None or engine.sized_start_id == engine.start_id:
+            return
+        try:
+            reply = await self._control.ask(
+                address, Hello(), HelloReply, timeout_s=self._config.control_timeout_s
+            )
+        except EngineFault:
+            return
+        engine.sized_start_id = engine.start_id
+        engine.kept_tokens = reply.num_blocks * reply.block_size or None
 
     async def _learn(self, engine: _Engine) -> None:
         try:

@@ -32,6 +32,7 @@ class CallRecord:
     final: bool = False
     outcome: Outcome | None = None
     ending: Ending | None = None
+    queued_s: float = 0.0
     prefill_s: float | None = None
     ttft_s: float | None = None
     total_s: float | None = None
@@ -56,6 +57,7 @@ class CallRecord:
                 "completion_tokens": usage.completion_tokens or 0,
             },
             "timings": {
+                "queued_s": self.queued_s,
                 "prefill_s": self.prefill_s,
                 "ttft_s": self.ttft_s,
                 "total_s": self.total_s,

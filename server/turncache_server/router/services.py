@@ -10,6 +10,7 @@ from turncache_server.router.config import RouterConfig
 from turncache_server.router.events import Events
 from turncache_server.router.following import Conversations
 from turncache_server.router.forecast import Forecast
+from turncache_server.router.gate import Gate
 from turncache_server.router.keys import KeyFile
 from turncache_server.router.limits import InFlight
 from turncache_server.router.next_prompts import NextPrompts
@@ -44,6 +45,7 @@ class Services:
         new_id: makes a call's id: unique, and not guessable, because it opens the record.
         engine_key: the router's own key for engines, None to pass the client's on.
         in_flight: calls of each tenant at present.
+        gate: where new sessions wait for room, None when they never do.
         keys: of the router's clients, None to serve everybody.
         traces: spans of the calls, None where nobody asked for them.
     """
@@ -64,6 +66,7 @@ class Services:
     new_id: Callable[[], str]
     engine_key: str | None
     in_flight: InFlight
+    gate: Gate | None = None
     keys: KeyFile | None = None
     traces: Traces | None = None
 

@@ -166,6 +166,7 @@ class Traces:
                 "turncache.prefill_s": event.prefill_s,
                 "turncache.ttft_s": event.ttft_s,
                 "turncache.overhead_s": event.overhead_s,
+                "turncache.queued_s": event.queued_s or None,
             },
         )
         _fail(opened.call, event.problem)

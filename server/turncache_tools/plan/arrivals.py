@@ -69,10 +69,15 @@ class Arrivals:
             self._events.at(self._draw.expovariate(self._load.others_per_s), self._other, None)
 
     def _start_agent(
-        self, now_s: float, spec: AgentSpec, name: str, then: Callable[[float], None]
+        self,
+        now_s: float,
+        spec: AgentSpec,
+        name: str,
+        then: Callable[[float], None],
+        parent: str | None = None,
     ) -> None:
         shared = max(0, self._load.workload.shared)
-        self.next_call(now_s, Session(name, spec, list(self._shared), shared, then))
+        self.next_call(now_s, Session(name, spec, list(self._shared), shared, then, parent))
 
     def next_call(self, now_s: float, session: Session) -> None:
         """Begin the wait before a session's next call, or end the session."""
@@ -93,7 +98,8 @@ class Arrivals:
                 self._events.at(at_s + call.wait_s, self._arrive, session)
 
         for child in call.spawned:
-            self._start_agent(now_s, child, f"{session.name}/{child.name}", child_ended)
+            name = f"{session.name}/{child.name}"
+            self._start_agent(now_s, child, name, child_ended, session.name)
 
     def _other(self, now_s: float, _: None) -> None:
         self._tell_other(now_s)

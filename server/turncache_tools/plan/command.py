@@ -16,7 +16,7 @@ from turncache_server.retention.trace import Trace, read_trace
 from turncache_tools.bench.options import WorkloadOptions, workload_options
 from turncache_tools.options import with_options
 from turncache_tools.plan import words
-from turncache_tools.plan.load import Load, check_load, rig_for
+from turncache_tools.plan.load import AdmissionRules, Load, check_load, rig_for
 from turncache_tools.plan.page import page
 from turncache_tools.plan.priors import PRIORS, prior
 from turncache_tools.plan.report import PlanReport
@@ -111,6 +111,13 @@ def plan(
             help="Factor by which expected tool waits may be wrong.", rich_help_panel=_LOAD
         ),
     ] = 2.0,
+    admission_wait: Annotated[
+        float | None,
+        typer.Option(
+            help="Also simulate the router's admission, with this longest wait in seconds.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 1,
     search: Annotated[
         bool,
@@ -150,6 +157,7 @@ def plan(
         settings=_settings(settings or []),
         host_gb=_sizes(host_gb),
         say=progress,
+        admission=_admission(admission_wait),
     )
     started_s = time.perf_counter()
     report = planner.plan(search=search)
@@ -212,6 +220,14 @@ def _at_least(value: int, option: str, least: int = 0) -> int:
     return value
 
 
+def _admission(wait_s: float | None) -> AdmissionRules | None:
+    if wait_s is None:
+        return None
+    if not 0 <= wait_s < float("inf"):
+        raise UsageError(f"--admission-wait {wait_s}: expected seconds from 0")
+    return AdmissionRules(wait_s=wait_s)
+
+
 def _settings(texts: Sequence[str]) -> Settings:
     return parse_settings({SECTION: assignments(texts, "--set")})
 
@@ -227,6 +243,8 @@ def _show(report: PlanReport) -> None:
     write(words.headline(report))
     write(words.workload_line(report) + "\n")
     write_table(*words.arm_table(report))
+    if (admission := words.admission_table(report)) is not None:
+        write_titled("New sessions wait for room", admission)
     write_titled("Tokens of a prompt, mean of calls 2 and later", words.token_table(report))
     write_titled("Time to first token by call, medians", words.call_table(report))
     if report.fits is not None:

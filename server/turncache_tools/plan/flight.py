@@ -22,6 +22,7 @@ class Session:
         history: tokens of the last prompt and answer.
         prompt_before: tokens of the last prompt.
         then: what goes on when it has ended.
+        parent: the session that it is a sub-agent of.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Session:
     chain: list[int]
     history: int
     then: Callable[[float], None]
+    parent: str | None = None
     number: int = 0
     prompt_before: int = 0
 
@@ -55,13 +57,16 @@ class Call:
     loaded: int = 0
     returned: int = 0
     compute_s: float = 0.0
+    admitted_s: float = 0.0
     queued_s: float = 0.0
     since_s: float = 0.0
     ttft_s: float = 0.0
 
-    def served(self, block: int) -> Served:
-        """Return what is told of an agent's call that has ended; ``block`` in tokens."""
+    def served(self, block: int, now_s: float) -> Served:
+        """Return what is told of an agent's call that ends now; ``block`` in tokens."""
         assert self.session is not None
+        calls = self.session.spec.calls
+        last = self.number == len(calls)
         seen = max(self.known, self.decode_known)
         seen = min(seen, self.prompt - 1) // block * block
         return Served(
@@ -69,7 +74,10 @@ class Call:
             call=self.number,
             arrived_s=self.arrived_s,
             ttft_s=self.ttft_s,
+            admitted_s=self.admitted_s,
             queued_s=self.queued_s,
+            ends_turn=self.session.parent is None and (last or calls[self.number].by_user),
+            ended_s=now_s,
             prompt=self.prompt,
             answer=self.spec.answer,
             local=self.local,

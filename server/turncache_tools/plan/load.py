@@ -68,6 +68,23 @@ class Rig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionRules:
+    """Settings of the router's admission; the router's README has them.
+
+    Attributes:
+        share: of the pool that may be promised to sessions.
+        idle_s: for which a session is expected back.
+        wait_s: longest wait.
+        max_waiting: longest queue.
+    """
+
+    share: float = 0.9
+    idle_s: float = 120.0
+    wait_s: float = 120.0
+    max_waiting: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanArm:
     """One thing that could be done.
 
@@ -79,6 +96,7 @@ class PlanArm:
         pool_factor: of both pools.
         host_gb: host tier of the prefill, or only, engine in 10^9 bytes.
         settings: of the extension.
+        admission: the router lets new sessions wait for room, None for never.
     """
 
     name: str
@@ -88,6 +106,7 @@ class PlanArm:
     pool_factor: float = 1.0
     host_gb: float = 0.0
     settings: Settings = DEFAULTS
+    admission: AdmissionRules | None = None
 
     def pulls(self, profile: CostProfile, start: int, tokens: int) -> bool:
         """Decide as the connector does: by a threshold that is named, else by cost."""
@@ -100,10 +119,16 @@ class PlanArm:
 
 
 OFF: Final = "off"
+ADMISSION: Final = "admission"
 
 
-def arms_for(rig: Rig, settings: Settings, host_gb: Sequence[float]) -> list[PlanArm]:
-    """Return the arms that a rig can have, off first."""
+def arms_for(
+    rig: Rig,
+    settings: Settings,
+    host_gb: Sequence[float],
+    admission: AdmissionRules | None = None,
+) -> list[PlanArm]:
+    """Return the arms that a rig can have, off first; with rules also one of admission."""
     arms = [
         PlanArm(name=OFF, what="stock"),
         PlanArm(name="retention", what="sessions kept", retaining=True, settings=settings),
@@ -119,6 +144,9 @@ def arms_for(rig: Rig, settings: Settings, host_gb: Sequence[float]) -> list[Pla
                 settings=settings,
             ),
         ]
+    if admission is not None:
+        what = f"{arms[-1].what}, new sessions wait for room"
+        arms.append(replace(arms[-1], name=ADMISSION, what=what, admission=admission))
     arms.append(PlanArm(name="pool x2", what="stock, twice the pool", pool_factor=2.0))
     if rig.profile.kv_token_bytes:
         arms += [

@@ -31,6 +31,7 @@ $calls_chart
 <div class="wide">$arms</div>
 <h2>Where a prompt's tokens come from, mean of calls 2 and later</h2>
 <div class="wide">$tokens</div>
+$admission
 $fits
 $choices
 <h2>What follows</h2>
@@ -51,6 +52,7 @@ def page(report: PlanReport) -> str:
         calls_chart=_calls_chart(report),
         arms=table(words.arm_table(report)),
         tokens=table(words.token_table(report)),
+        admission=_admission(report),
         fits="" if report.fits is None else _fits(report.fits),
         choices=_choices(report),
         advice="\n".join(f"<p>{escape(line)}</p>" for line in words.advice(report)),
@@ -69,6 +71,13 @@ def _calls_chart(report: PlanReport) -> str:
         places=[str(call) for call in numbers],
         along="call",
     )
+
+
+def _admission(report: PlanReport) -> str:
+    found = words.admission_table(report)
+    if found is None:
+        return ""
+    return f'<h2>New sessions wait for room</h2>\n<div class="wide">{table(found)}</div>'
 
 
 def _fits(fits: Fits) -> str:

@@ -10,7 +10,15 @@ from turncache_server.connector.config import Settings
 from turncache_server.retention.policy import POLICY_NAMES
 from turncache_tools.bench.statistics import quantile
 from turncache_tools.bench.workload import AgentSpec, Workload
-from turncache_tools.plan.load import Load, PlanArm, Rig, arms_for, mean_context, with_sessions
+from turncache_tools.plan.load import (
+    AdmissionRules,
+    Load,
+    PlanArm,
+    Rig,
+    arms_for,
+    mean_context,
+    with_sessions,
+)
 from turncache_tools.plan.report import (
     Choice,
     FitPoint,
@@ -55,6 +63,7 @@ class Planner:
         settings: of the extension, in arms that are ours.
         host_gb: host tiers to try.
         say: told of progress.
+        admission: of the router, in an arm of its own; None for no such arm.
         counted: so far.
     """
 
@@ -63,6 +72,7 @@ class Planner:
     settings: Settings
     host_gb: Sequence[float]
     say: Say
+    admission: AdmissionRules | None = None
     counted: Counted = field(default_factory=Counted)
 
     def plan(self, *, search: bool) -> PlanReport:
@@ -71,10 +81,10 @@ class Planner:
         Args:
             search: also seek how many sessions fit, and the best settings.
         """
-        arms = arms_for(self.rig, self.settings, self.host_gb)
+        arms = arms_for(self.rig, self.settings, self.host_gb, self.admission)
         accelerators = self.rig.profile.accelerators
         results = [self._run(self.load, arm) for arm in arms]
-        ours = next(arm for arm in reversed(arms) if arm.retaining)
+        ours = next(a for a in reversed(arms) if a.retaining and a.admission is None)
         return PlanReport(
             load=self.load,
             rig=self.rig,

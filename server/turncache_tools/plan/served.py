@@ -16,7 +16,10 @@ class Served(NamedTuple):
         call: its number, from 1.
         arrived_s: simulated time.
         ttft_s: to the first token.
+        admitted_s: of these, waiting to be let in by the router.
         queued_s: of these, waiting for room or for the prefill engine.
+        ends_turn: a person's turn is over with its answer, or the session.
+        ended_s: simulated time of its last token.
         prompt: tokens.
         answer: likewise.
         local: found by the prefill, or only, engine, host tier included.
@@ -32,7 +35,10 @@ class Served(NamedTuple):
     call: int
     arrived_s: float
     ttft_s: float
+    admitted_s: float
     queued_s: float
+    ends_turn: bool
+    ended_s: float
     prompt: int
     answer: int
     local: int
@@ -55,6 +61,7 @@ class SimResult:
         compute_s: of the prefill, or only, accelerator, ordinary calls included.
         num_others: ordinary calls.
         peak_used: most of the prefill, or only, pool that calls held at once, as a share.
+        num_late: calls that were let in because they had waited for too long.
     """
 
     arm: PlanArm
@@ -63,3 +70,4 @@ class SimResult:
     compute_s: float = 0.0
     num_others: int = 0
     peak_used: float = 0.0
+    num_late: int = 0

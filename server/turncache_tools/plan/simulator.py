@@ -18,6 +18,7 @@ from typing import Any, Final
 from turncache_server.retention.lru import Lru
 from turncache_tools.bench.workload import CallSpec, is_miss
 from turncache_tools.plan.arrivals import Arrivals
+from turncache_tools.plan.entrance import Entrance
 from turncache_tools.plan.events import Events
 from turncache_tools.plan.flight import Call, Engine, Session
 from turncache_tools.plan.load import Load, PlanArm, Rig
@@ -65,6 +66,10 @@ class Simulation:
             arrive=self._arrive,
             other=self._other,
         )
+        self._entrance: Entrance | None = None
+        if arm.admission is not None:
+            pool = (rig.pool_tokens if decode is None else decode) * arm.pool_factor
+            self._entrance = Entrance(arm.admission, pool, self._events, self._begin)
         self._result = SimResult(arm=arm, served=[])
 
     def _engine(self, tokens: int, *, retaining: bool) -> Engine:
@@ -76,6 +81,8 @@ class Simulation:
         """Simulate until every agent has ended."""
         self._arrivals.begin()
         self._result.span_s = self._events.run(lambda: self._arrivals.open_agents > 0)
+        if self._entrance is not None:
+            self._result.num_late = self._entrance.num_late
         return self._result
 
     def _other(self, now_s: float) -> None:
@@ -90,9 +97,23 @@ class Simulation:
         return max(least, (2 * tokens + self._unit) // (2 * self._unit))
 
     def _arrive(self, now_s: float, session: Session) -> None:
+        if self._entrance is None:
+            self._begin(now_s, session, now_s)
+        else:
+            kept, spec = self._kept(session)
+            self._entrance.arrive(now_s, session, kept + spec.new)
+
+    @staticmethod
+    def _kept(session: Session) -> tuple[int, CallSpec]:
+        """Return what the next prompt has of the history, in tokens, and the next call."""
         spec = session.spec.calls[session.number]
+        history = session.history
+        return history if spec.keep is None else min(history, spec.keep), spec
+
+    def _begin(self, now_s: float, session: Session, arrived_s: float) -> None:
+        """Begin a session's next call, which arrived at that time."""
         first = not session.number
-        kept = session.history if spec.keep is None else min(session.history, spec.keep)
+        kept, spec = self._kept(session)
         prompt = kept + spec.new
         units = self._units(prompt + spec.answer)
         chain = session.chain[: self._units(kept, least=0)]
@@ -116,12 +137,13 @@ class Simulation:
                 session,
                 spec,
                 session.number,
-                now_s,
+                arrived_s,
                 prompt,
                 chain,
                 prompt_units,
                 known,
                 decode_known,
+                admitted_s=now_s - arrived_s,
             ),
         )
 
@@ -269,7 +291,10 @@ class Simulation:
             self._hand_over(now_s)
         self._go_on(now_s)
         if call.session is not None:
-            self._record(call)
+            self._record(now_s, call)
+            if self._entrance is not None:
+                final = call.number == len(call.session.spec.calls)
+                self._entrance.ended(now_s, call, final=final)
             self._arrivals.next_call(now_s, call.session)
 
     def _end_on(self, engine: Engine, now_s: float, call: Call) -> None:
@@ -310,9 +335,9 @@ class Simulation:
         factor = self._load.wait_error
         return wrong_by(following.wait_s, factor, seed=self._load.seed, place=place), False
 
-    def _record(self, call: Call) -> None:
+    def _record(self, now_s: float, call: Call) -> None:
         served = self._result.served
-        served.append(call.served(self._block))
+        served.append(call.served(self._block, now_s))
         if self._say is not None and len(served) % _TELL_EVERY == 0:
             self._say(len(served))
 

@@ -87,6 +87,38 @@ def _arm_row(report: PlanReport, arm: ArmPlan) -> list[str]:
     ]
 
 
+def admission_table(report: PlanReport) -> Table | None:
+    """Return what admission gives and takes, all calls; None where it was not simulated."""
+    arms = [arm for arm in report.arms if arm.waits is not None]
+    if not arms:
+        return None
+    place = report.arms.index(arms[0])
+    columns = (
+        "arm, all calls",
+        "TTFT ms mean",
+        "p50",
+        "p99",
+        "turns/min",
+        "calls that waited",
+        "longest wait s",
+        "let in late",
+    )
+    rows = []
+    for arm in (report.off, report.arms[place - 1], *arms):
+        every, waits = arm.every or {}, arm.waits or {}
+        rows.append(
+            [
+                arm.arm,
+                *(_ms(every.get(name)) for name in ("mean", "p50", "p99")),
+                f"{arm.turns_per_min:.2f}",
+                f"{waits.get('count', 0):,.0f}",
+                f"{waits.get('max', 0):,.0f}",
+                str(arm.num_late),
+            ]
+        )
+    return columns, rows
+
+
 def token_table(report: PlanReport) -> Table:
     """Return where prompts' tokens come from, mean per later call."""
     columns = ("arm", "prompt", "local", "from host tier", "returned", "computed", "again")
@@ -198,7 +230,8 @@ def _remedy_lines(report: PlanReport) -> list[str]:
     best, gain = report.best, report.gain(report.best)
     if gain is None or best is report.off or gain < _LEAST_GAIN:
         return ["This load fits without turncache: there is nothing to set or to buy."]
-    ranked = sorted(report.arms[1:], key=lambda arm: -(report.gain(arm) or 0.0))
+    remedies = [arm for arm in report.arms[1:] if arm.waits is None]
+    ranked = sorted(remedies, key=lambda arm: -(report.gain(arm) or 0.0))
     said = ", ".join(f"{arm.arm} {report.gain(arm) or 0:.2f}{_TIMES}" for arm in ranked)
     return [f"What each would give, mean TTFT of later calls, off over it: {said}."]
 

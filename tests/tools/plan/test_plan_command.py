@@ -202,3 +202,23 @@ def test_bad_profiles_are_refused(turncache: Run, tmp_path: Path, change: str, s
     assert ran.code == 2
     assert says in ran.err
     assert "p.toml" in ran.err
+
+
+def test_admission_is_an_arm_of_its_own(turncache: Run, tmp_path: Path) -> None:
+    """With its longest wait named; its price is in a table of all calls, and it is never best."""
+    page = tmp_path / "plan.html"
+    crowd = (*CROWDED, "--no-search", "--sessions", "4")
+    ran = turncache("plan", *crowd, "--admission-wait", "60", "--html", str(page))
+    assert ran.code == 0, ran.err
+    for text in (ran.out, page.read_text()):
+        assert "New sessions wait for room" in text
+        assert "longest wait s" in text
+    report = planned(turncache, *crowd, "--admission-wait", "60")
+    arms = {arm["arm"]: arm for arm in report["arms"]}
+    assert list(arms) == ["off", "retention", "admission", "pool x2", *list(arms)[4:]]
+    assert arms["retention"]["waits"] is None
+    assert 0 < arms["admission"]["waits"]["max"] <= 60
+    assert arms["admission"]["again_share"] < arms["retention"]["again_share"]
+    refused = turncache("plan", *crowd, "--admission-wait", "-1")
+    assert refused.code == 2
+    assert "--admission-wait" in refused.err

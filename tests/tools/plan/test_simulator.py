@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.perf.bench_plan import published_points
 from turncache.errors import UsageError
 from turncache_server.cost_profile import PRIOR, CostProfile
+from turncache_server.router.config import parse_config
 from turncache_tools.bench.workload import (
     AgentSpec,
     CallSpec,
@@ -18,7 +19,7 @@ from turncache_tools.bench.workload import (
     Workload,
     parametric,
 )
-from turncache_tools.plan.load import Load, PlanArm, arms_for, rig_for
+from turncache_tools.plan.load import AdmissionRules, Load, PlanArm, arms_for, rig_for
 from turncache_tools.plan.pools import DEFAULTS
 from turncache_tools.plan.priors import PRIORS, prior
 from turncache_tools.plan.served import Served, SimResult
@@ -260,6 +261,56 @@ def test_a_larger_pool_never_computes_more_of_one_session(
         sum(each.computed for each in run(work, arm(), pool=pool).served) for pool in (small, large)
     ]
     assert computed[1] <= computed[0]
+
+
+@given(_workloads, st.integers(0, 99), st.sampled_from([0.0, 5.0, 200.0, 1e6]), st.integers(0, 3))
+@settings(max_examples=25, deadline=None)
+def test_with_admission_every_call_is_answered_in_time(
+    numbers: Parameters, seed: int, wait_s: float, max_waiting: int
+) -> None:
+    """Nobody waits for longer than is allowed, those that the queue refuses come again."""
+    work = parametric(numbers, seed=seed)
+    rules = AdmissionRules(wait_s=wait_s, idle_s=20.0, max_waiting=max_waiting)
+    result = run(work, arm(retaining=True, admission=rules), pool=6_400, sessions=4)
+    assert len(result.served) == work.num_calls
+    for each in result.served:
+        assert 0 <= each.admitted_s <= each.ttft_s
+        if max_waiting == 3:  # as many as may ever wait
+            assert each.admitted_s <= wait_s + 1e-6
+        if each.call > 1:
+            assert not each.admitted_s, "a tool wait ends in a tool loop"
+    tops = sum("/" not in name for name in {each.session for each in result.served})
+    assert sum(each.ends_turn for each in result.served) == tops
+
+
+def test_admission_lets_one_session_after_the_other_in() -> None:
+    """By hand: the second agent fits when the first has ended, and then finds all of its own."""
+    calls = CallSpec(new=1600, answer=1), CallSpec(new=160, answer=1, wait_s=9.0)
+    work = Workload(
+        name="two", shared=0, agents=(agent(*calls), agent(*calls, name="b", starts_s=5.0))
+    )
+    again, waited = {}, {}
+    for rules in (None, AdmissionRules()):
+        result = run(work, arm(admission=rules), pool=2400)
+        again[rules] = sum(each.again for each in result.served)
+        waited[rules] = max(each.admitted_s for each in result.served)
+    assert again[None] > 1600
+    assert again[AdmissionRules()] == 0
+    first_ends_s = 0.1 + 0.16 + 1.6 + 9.0 + 0.1 + 0.176 + 0.161 + 0.0
+    assert waited[None] == 0
+    assert waited[AdmissionRules()] == pytest.approx(first_ends_s - 5.0, abs=0.02)
+
+
+def test_the_planner_has_the_routers_settings() -> None:
+    """What is simulated without a word is what a router does without one."""
+    engine = {"name": "e", "side": "single", "url": "http://127.0.0.1:1"}
+    config = parse_config({"engines": [engine]})
+    assert AdmissionRules() == AdmissionRules(
+        share=config.admission_share,
+        idle_s=config.admission_idle_s,
+        wait_s=config.admission_wait_s,
+        max_waiting=config.admission_max_waiting,
+    )
 
 
 def test_the_seed_decides_everything() -> None:
