@@ -17,6 +17,10 @@ from turncache.protocol import Boundary
 from turncache_server.router.following import Said
 
 DONE: Final = b"[DONE]"
+#: What vLLM says of an answer that it has not finished. One that it breaks off (``abort``: it is
+#: stopped, put to sleep, or paused for new weights) comes with status 200 and with the words so
+#: far; OpenAI's API has no such reason, and a client would take half an answer for all of it.
+_GIVEN_UP: Final = frozenset({"error", "abort"})
 
 _BOM: Final = b"\xef\xbb\xbf"
 # A CR that is followed by LF is half of a line end.
@@ -293,8 +297,9 @@ class ChatEnding:
     def _problem(self) -> str | None:
         if self._error:
             return "the engine reported an error"
-        if "error" in self._finished.values():
-            return "the engine gave up on the answer (finish_reason error)"
+        for reason in self._finished.values():
+            if reason in _GIVEN_UP:
+                return f"the engine gave up on the answer (finish_reason {reason})"
         if len(self._finished) < self._num_choices:
             return "the answer ended without a finish_reason"
         return None

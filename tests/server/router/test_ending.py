@@ -195,6 +195,7 @@ def test_a_final_call_ends_the_session() -> None:
         pytest.param([], "without a finish_reason", id="nothing"),
         pytest.param([chunk(content="half")], "without a finish_reason", id="no reason"),
         pytest.param([chunk(finish_reason="error")], "gave up", id="error reason"),
+        pytest.param([chunk(finish_reason="abort")], "gave up", id="broken off"),
         pytest.param([b'{"error":{"message":"x"}}'], "reported an error", id="error event"),
         pytest.param(
             [chunk(finish_reason="stop"), b'{"error":"late"}'], "reported", id="late error"

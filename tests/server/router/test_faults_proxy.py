@@ -112,6 +112,24 @@ async def test_a_clean_end_without_finish_reason_is_a_failure(pair: Pair, done: 
     assert outcome_of(await pair.bench.chat(session="s")).plan is Plan.COLD
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_an_engine_breaks_off_is_a_failure(pair: Pair, stream: bool) -> None:
+    """An engine that is stopped says 200 and ``abort``: half an answer must not look like one."""
+    half = {"index": 0, "finish_reason": "abort"}
+    said = {"role": "assistant", "content": "The capital of France is"}
+    chunk = event({"choices": [{**half, "delta": said}]})
+    body = json.dumps({"choices": [{**half, "message": said}]}).encode()
+    script = Script(events=[chunk, b"data: [DONE]\n\n"]) if stream else Script(body=body)
+    pair.decode.scripts = [script]
+    answer = await pair.bench.chat(session="s", stream=stream)
+    assert b"[DONE]" not in answer.content
+    error = json.loads(answer.text.split("data: ")[-1])["error"]
+    assert error["code"] == "engine_incomplete"
+    assert "abort" in error["message"]
+    assert answer.status_code == (200 if stream else 502)
+    assert outcome_of(await pair.bench.chat(session="s")).plan is Plan.COLD
+
+
 async def test_any_split_of_the_network_gives_the_client_the_same_bytes(single: Single) -> None:
     """Characters of several bytes, events and usage survive reads of any size."""
     options = {"include_usage": True}
