@@ -148,11 +148,11 @@ def num_tokens(text: str) -> int:
     return -(-len(text) // TOKEN_CHARS)
 
 
-def chain_of(text: str) -> list[bytes]:
-    """Return the chain hashes of a text's full blocks."""
+def chain_of(text: str, salt: str = "") -> list[bytes]:
+    """Return the chain hashes of a text's full blocks; calls of another salt share none."""
     size = TOKEN_CHARS * BLOCK_TOKENS
     out: list[bytes] = []
-    above = b""
+    above = salt.encode()
     for at in range(0, len(text) - size + 1, size):
         above = hashlib.blake2b(above + text[at : at + size].encode(), digest_size=16).digest()
         out.append(above)
@@ -459,7 +459,8 @@ class FakeEngine:
     def _generate(self, seen: Seen, body: dict[str, Any]) -> Answer:
         xargs = seen.xargs
         prompt = render(body["messages"], body.get("tools"))
-        chain = chain_of(prompt)
+        salt = body.get("cache_salt") or ""
+        chain = chain_of(prompt, salt)
         held = local = self.kv.prefix_tokens(chain)
         stock = (body.get("kv_transfer_params") or {}).get("remote_engine_id")
         source = self.fleet.get(stock or xargs.get("tc_source", ""))
@@ -482,7 +483,7 @@ class FakeEngine:
         answer = Answer.to(body, total, held)
         if body.get("max_tokens") != 1:
             message = [*body["messages"], answer.message]
-            chain = chain_of(render(message, body.get("tools")))
+            chain = chain_of(render(message, body.get("tools")), salt)
             self.kv.write(chain)
             self.kept[xargs.get("tc_session", "")] = chain
         return answer

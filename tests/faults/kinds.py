@@ -1,4 +1,4 @@
-"""Kinds of fault that clients and agent loops had elsewhere, each with its test here.
+"""Kinds of fault that clients, agent loops and routers had elsewhere, each with its test here.
 
 A kind's test is the function ``test_<kind>`` in the file named here. Below each kind are
 reports of it in public trackers. ``tests/faults/test_index.py`` checks that no kind is
@@ -32,6 +32,12 @@ _WRAPPERS: Final = "faults/test_wrappers.py"
 _BENCHMARKS: Final = "faults/test_benchmarks.py"
 _LANGCHAIN: Final = "foreign/test_langchain.py"
 _CALL_PATHS: Final = "contract/test_call_paths.py"
+_TRANSFER: Final = "server/router/test_faults_transfer.py"
+_PROXY: Final = "server/router/test_faults_proxy.py"
+_PRESSURE: Final = "server/router/test_faults_pressure.py"
+_UPSTREAM: Final = "server/router/test_upstream.py"
+_APIS: Final = "server/router/test_apis.py"
+_DRAINING: Final = "server/router/test_draining.py"
 
 #: Prefix reuse that breaks in agent loops.
 REUSE: Final = (
@@ -202,4 +208,260 @@ BENCHMARKS: Final = (
     Kind("feature_never_engages", _BENCHMARKS, ("vllm-project/vllm#44663",)),
     Kind("off_is_not_like_off", _BENCHMARKS, ("vllm-project/vllm#54227",)),
     Kind("failed_calls_left_out", _BENCHMARKS, ("llm-d/llm-d-router#2831",)),
+)
+
+#: KV that prefill and decode exchange, as far as a router takes part.
+TRANSFER: Final = (
+    Kind(
+        "an_edited_history_is_never_answered_from_old_kv",
+        _TRANSFER,
+        (
+            "vllm-project/vllm#43094",
+            "vllm-project/vllm#44838",
+        ),
+    ),
+    Kind(
+        "what_a_stock_engine_holds_is_handed_on_as_it_says", _TRANSFER, ("vllm-project/vllm#47021",)
+    ),
+    Kind(
+        "a_handoff_of_an_engine_goes_nowhere",
+        _TRANSFER,
+        (
+            "vllm-project/vllm#32553",
+            "vllm-project/vllm#41383",
+            "vllm-project/vllm#47843",
+        ),
+    ),
+    Kind("a_handoff_of_a_client_goes_nowhere", _TRANSFER, ("vllm-project/vllm#47843",)),
+    Kind(
+        "a_call_that_decode_would_reject_is_not_prefilled", _TRANSFER, ("vllm-project/vllm#41269",)
+    ),
+    Kind("a_rejection_by_decode_leaves_nothing_behind", _TRANSFER, ("vllm-project/vllm#41269",)),
+    Kind(
+        "what_one_child_of_a_pull_cannot_serve_goes_to_one_engine",
+        _TRANSFER,
+        (
+            "vllm-project/vllm#43509",
+            "vllm-project/vllm#38900",
+        ),
+    ),
+    Kind(
+        "several_streamed_answers_are_complete_when_all_are",
+        _TRANSFER,
+        ("vllm-project/vllm#43509",),
+    ),
+    Kind("stop_strings_do_not_reach_the_prefill_leg", _TRANSFER, ("smg-project/smg#1622",)),
+    Kind(
+        "the_shortest_answer_is_decodes_alone",
+        _TRANSFER,
+        (
+            "vllm-project/vllm#16705",
+            "vllm-project/vllm#18341",
+            "ModelEngine-Group/unified-cache-management#1348",
+            "ModelEngine-Group/unified-cache-management#1295",
+        ),
+    ),
+    Kind("several_prompts_are_not_split", _TRANSFER, ("vllm-project/vllm#50559",)),
+    Kind(
+        "log_probabilities_of_a_prompt_come_from_who_computes_it",
+        _TRANSFER,
+        (
+            "vllm-project/vllm-ascend#13363",
+            "vllm-project/vllm#27449",
+        ),
+    ),
+    Kind(
+        "a_storm_of_impatient_clients_leaves_no_leg_behind",
+        _TRANSFER,
+        (
+            "vllm-project/vllm#43226",
+            "vllm-project/vllm#46240",
+            "vllm-project/vllm#48616",
+            "vllm-project/vllm#49089",
+        ),
+    ),
+    Kind(
+        "a_prefill_that_hangs_does_not_hang_the_client",
+        _TRANSFER,
+        (
+            "vllm-project/vllm#46283",
+            "vllm-project/vllm#35943",
+        ),
+    ),
+    Kind(
+        "a_restarted_engine_at_the_same_address_gets_nothing_stale",
+        _TRANSFER,
+        ("vllm-project/vllm#49238",),
+    ),
+    Kind("a_failed_generation_is_no_success", _TRANSFER, ("smg-project/smg#2382",)),
+    Kind("a_prefill_that_gave_up_is_not_handed_to_decode", _TRANSFER, ("smg-project/smg#2382",)),
+    Kind(
+        "a_fleet_is_restarted_engine_by_engine_and_nothing_is_lost",
+        _DRAINING,
+        ("vllm-project/vllm#58063",),
+    ),
+    Kind(
+        "the_benefit_engages_for_streams_too",
+        _TRANSFER,
+        (
+            "vllm-project/vllm#36308",
+            "vllm-project/vllm#40186",
+        ),
+    ),
+    Kind(
+        "an_api_that_is_not_served_says_so",
+        _TRANSFER,
+        (
+            "sgl-project/sglang#35497",
+            "vllm-project/vllm#37424",
+        ),
+    ),
+    Kind(
+        "a_kept_answer_is_continued_where_it_is_kept",
+        _APIS,
+        (
+            "sgl-project/sglang#35497",
+            "vllm-project/vllm#37424",
+        ),
+    ),
+    Kind(
+        "equal_request_ids_of_clients_do_not_meet_in_an_engine",
+        _TRANSFER,
+        ("vllm-project/vllm#10583",),
+    ),
+    Kind(
+        "a_retry_after_a_dropped_connection_is_a_call_of_its_own",
+        _TRANSFER,
+        ("BerriAI/litellm#37140",),
+    ),
+)
+
+#: Proxies that speak OpenAI.
+PROXY: Final = (
+    Kind(
+        "disconnects_without_streaming_leave_no_orphans",
+        _PROXY,
+        (
+            "BerriAI/litellm#37140",
+            "vllm-project/production-stack#867",
+            "vllm-project/production-stack#634",
+        ),
+    ),
+    Kind(
+        "aborts_can_be_kept_from_an_engine_that_does_not_survive_them",
+        _PROXY,
+        ("mostlygeek/llama-swap#980",),
+    ),
+    Kind("draining_for_nobody_is_bounded", _PROXY, ("mostlygeek/llama-swap#980",)),
+    Kind(
+        "an_upstream_error_in_a_stream_is_no_empty_success",
+        _PROXY,
+        (
+            "vllm-project/semantic-router#3063",
+            "BerriAI/litellm#39748",
+        ),
+    ),
+    Kind("a_clean_end_without_finish_reason_is_a_failure", _PROXY, ("BerriAI/litellm#40260",)),
+    Kind(
+        "any_split_of_the_network_gives_the_client_the_same_bytes",
+        _PROXY,
+        (
+            "api7/aisix#111",
+            "katanemo/plano#980",
+            "1jehuang/jcode#613",
+            "fastrepl/anarlog#6872",
+        ),
+    ),
+    Kind("line_ends_and_comments_of_any_kind_are_understood", _PROXY, ("praxis-proxy/praxis#739",)),
+    Kind(
+        "the_chunks_are_those_of_the_engine",
+        _PROXY,
+        (
+            "headroomlabs-ai/headroom#2026",
+            "ROCm/ATOM#1711",
+            "router-for-me/CLIProxyAPI#796",
+        ),
+    ),
+    Kind(
+        "hundreds_of_streams_run_at_once",
+        _PROXY,
+        (
+            "vllm-project/vllm#28782",
+            "vllm-project/vllm#26122",
+            "BerriAI/litellm#1360",
+            "huggingface/lighteval#1190",
+        ),
+    ),
+    Kind(
+        "pings_keep_a_long_prefill_alive_and_are_no_events",
+        _PROXY,
+        (
+            "BerriAI/litellm#34819",
+            "vllm-project/vllm#47647",
+        ),
+    ),
+    Kind("answers_of_status_500_open_no_circuit", _PROXY, ("vllm-project/router#148",)),
+    Kind(
+        "a_prefill_that_is_overloaded_is_no_full_prefill_on_decode",
+        _PROXY,
+        ("llm-d/llm-d-router#1206",),
+    ),
+    Kind(
+        "a_session_does_not_stick_to_a_dead_engine",
+        _PROXY,
+        (
+            "diegosouzapw/OmniRoute#6219",
+            "ai-dynamo/dynamo#9920",
+        ),
+    ),
+    Kind(
+        "a_call_that_failed_does_not_pin_its_session", _PROXY, ("router-for-me/CLIProxyAPI#3613",)
+    ),
+    Kind(
+        "calls_without_session_spread_over_the_engines",
+        _PROXY,
+        (
+            "radixark/miles#1657",
+            "PrimeIntellect-ai/prime-rl#2822",
+        ),
+    ),
+    Kind("equal_beginnings_make_no_common_session", _PROXY, ("ranxianglei/billion-context#91",)),
+    Kind(
+        "the_outcome_is_prefills_and_usage_is_decodes", _PROXY, ("vllm-project/vllm-ascend#10598",)
+    ),
+)
+
+#: Retention, pressure and isolation, as far as a router takes part.
+PRESSURE: Final = (
+    Kind(
+        "retention_binds_no_session_to_an_overloaded_engine",
+        _PRESSURE,
+        ("sgl-project/sglang#21045",),
+    ),
+    Kind(
+        "an_engine_that_lost_everything_costs_a_recompute",
+        _PRESSURE,
+        (
+            "sgl-project/sglang#27024",
+            "sgl-project/sglang#27025",
+        ),
+    ),
+    Kind("a_full_table_forgets_sessions_and_serves_them", _PRESSURE, ("sgl-project/sglang#27024",)),
+    Kind(
+        "another_tenants_prefix_is_as_slow_as_nobodys",
+        _PRESSURE,
+        (
+            "vllm-project/vllm#39082",
+            "vllm-project/vllm#53347",
+        ),
+    ),
+    Kind(
+        "a_guessed_session_opens_nothing",
+        _PRESSURE,
+        (
+            "llm-d/llm-d-router#2432",
+            "llm-d/llm-d-router#2831",
+        ),
+    ),
+    Kind("engines_are_reached_by_name_and_by_any_address", _UPSTREAM, ("llm-d/llm-d-router#2831",)),
 )

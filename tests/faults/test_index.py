@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.kinds import BENCHMARKS, REUSE, WRAPPERS, Kind
+from tests.faults.kinds import BENCHMARKS, PRESSURE, PROXY, REUSE, TRANSFER, WRAPPERS, Kind
 
 TESTS = Path(__file__).resolve().parents[1]
-KINDS = (*REUSE, *WRAPPERS, *BENCHMARKS)
+KINDS = (*REUSE, *WRAPPERS, *BENCHMARKS, *TRANSFER, *PROXY, *PRESSURE)
 FILES = sorted({kind.file for kind in KINDS})
 
 
@@ -34,6 +34,9 @@ def test_no_kind_is_lost() -> None:
     assert len(REUSE) >= 15
     assert len(WRAPPERS) >= 12
     assert len(BENCHMARKS) >= 11
+    assert len(TRANSFER) >= 23
+    assert len(PROXY) >= 17
+    assert len(PRESSURE) >= 6
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.startswith("faults/")])

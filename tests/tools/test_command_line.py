@@ -91,6 +91,7 @@ def test_the_exit_code_says_who_must_act(error: TurncacheError, code: int) -> No
         ("calibrate", "--most-seconds", "nan"),
         ("plan", "--prior", "qwen3-8b", "--pool", "100000", "--wait-sigma", "1e9"),
         ("plan", "--prior", "qwen3-8b", "--pool", "100000", "--new-sigma", "500"),
+        ("bench", "--trace", "x", "--max-wait", "nan"),
     ],
     ids=" ".join,
 )

@@ -13,10 +13,11 @@ from typing import Final
 
 from aiohttp import web
 
-from turncache.protocol import OUTCOME_HEADER, Boundary
+from turncache.protocol import OUTCOME_HEADER, STRIPPED_BODY_MEMBERS, Boundary
 from turncache_server.control.messages import Signal, session_digest
 from turncache_server.router.alone import Answered, front_of
 from turncache_server.router.apis.api import Collector
+from turncache_server.router.body import drop_members
 from turncache_server.router.ending import Ending, Usage
 from turncache_server.router.errors import SERVER_ERROR, ApiError, EngineRefused, LegFailed
 from turncache_server.router.events import (
@@ -187,7 +188,8 @@ class PlannedCall:
             headers = dict(refusal.headers)
             if refusal.status == 503:
                 headers.setdefault("retry-after", str(self._services.config.retry_after_s))
-            response = await self._answer.whole(refusal.status, headers, refusal.body)
+            body = drop_members(refusal.body, STRIPPED_BODY_MEMBERS)
+            response = await self._answer.whole(refusal.status, headers, body)
         return Relayed(response=response, code=refusal.status, problem="engine_error")
 
     def _completed(self, engine: EngineView, collector: Collector, ending: Ending) -> None:

@@ -46,6 +46,8 @@ class WorkloadOptions:
         for option, factor in (("--scale-tokens", cut.tokens), ("--scale-waits", cut.waits)):
             if not 0 <= factor < math.inf or (option == "--scale-tokens" and not factor):
                 raise UsageError(f"{option} {factor}: expected a factor above 0")
+        if not cut.max_wait_s >= 0:
+            raise UsageError(f"--max-wait {cut.max_wait_s:g}: expected seconds from 0")
         for option, count in (("--agents", cut.agents), ("--calls", cut.calls)):
             if count < 1:
                 raise UsageError(f"{option} {count}: expected a number from 1")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.fakes.engine import Script, fake_pair
 from tests.server.router.support import bench, outcome_of
 from turncache.protocol import Plan, Reason
+from turncache_server.router.keys import add_key
 
 pytestmark = pytest.mark.anyio
 
@@ -23,6 +26,11 @@ async def test_retention_binds_no_session_to_an_overloaded_engine() -> None:
         first.scripts = [Script(status=503)]
         moved = await running.chat(session="s")
         assert (moved.status_code, len(other.seen)) == (200, 1)
+        # What it keeps there would be in vain, and keep it from being drained.
+        await running.eventually(
+            lambda: [(each.session, each.kind) for each in first.signals],
+            lambda told: ("s", "final") in told,
+        )
         prefill.kv.flush()
         back = await running.chat(session="s")
         assert prefill.seen[-1].xargs["tc_source"] == other.name
@@ -56,3 +64,52 @@ async def test_a_full_table_forgets_sessions_and_serves_them() -> None:
         assert await running.metric("turncache_router_sessions") == 2
         outcome = outcome_of(await running.chat(session="s0"))
         assert (outcome.plan, outcome.reason) == (Plan.COLD, Reason.NEW_SESSION)
+
+
+async def test_another_tenants_prefix_is_as_slow_as_nobodys(tmp_path: Path) -> None:
+    """Whoever sends another's session, salt and prompt learns nothing from the time it takes."""
+    path = tmp_path / "keys.toml"
+    red, blue = ({"Authorization": f"Bearer {add_key(path, name)}"} for name in ("red", "blue"))
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, keys_file=str(path)) as running,
+    ):
+
+        async def computed(key: dict[str, str], salt: str | None) -> int:
+            """Make the same call; return what was computed of its prompt."""
+            salts = {} if salt is None else {"cache_salt": salt}
+            answer = await running.chat(session="s", headers=key, **salts)
+            outcome = outcome_of(answer)
+            assert outcome.computed + outcome.local + outcome.returned == outcome.prompt
+            return outcome.computed
+
+        cold = await computed(red, None)
+        assert await computed(red, None) < cold, "its own, which shows that there is something"
+        made = prefill.seen[-1].body["cache_salt"]
+        for salt in (None, made):
+            assert await computed(blue, salt) == cold
+        assert "tc_source" not in prefill.seen[2].xargs
+
+
+async def test_a_guessed_session_opens_nothing(tmp_path: Path) -> None:
+    """Neither the client's own name of it, nor the one that engines and logs know."""
+    path = tmp_path / "keys.toml"
+    red, blue = ({"Authorization": f"Bearer {add_key(path, name)}"} for name in ("red", "blue"))
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, keys_file=str(path)) as running,
+    ):
+        await running.chat(session="s", headers=red)
+        (first,) = decode.seen
+        known = first.xargs["tc_session"]
+        for guess in ("s", known):
+            await running.chat(session=guess, headers=blue)
+            headers = {**blue, "X-Session-ID": guess}
+            notice = {"notice": "final"}
+            answer = await running.http.post("/v1/sessions", json=notice, headers=headers)
+            assert answer.status_code == 202
+        for seen in (*prefill.seen[1:], *decode.seen[1:]):
+            assert seen.xargs["tc_session"] != known
+        assert all("tc_source" not in seen.xargs for seen in prefill.seen)
+        assert known not in {signal.session for signal in (*prefill.signals, *decode.signals)}
+        assert outcome_of(await running.chat(session="s", headers=red)).plan is Plan.RETURN

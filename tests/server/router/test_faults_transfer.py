@@ -7,12 +7,14 @@ engines verify by content. So most of these kinds end in "nothing of the sort is
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import random
 from typing import Any
 
 import pytest
 
-from tests.fakes.engine import BLOCK_TOKENS, Answer, Script, chain_of, fake_pair, render
+from tests.fakes.engine import BLOCK_TOKENS, Answer, Script, chain_of, event, fake_pair, render
 from tests.server.router.conftest import Pair
 from tests.server.router.support import CHAT, MESSAGES, TOOLS, bench, outcome_of
 from turncache.protocol import Plan, Reason
@@ -62,15 +64,31 @@ async def test_an_edited_history_is_never_answered_from_old_kv(pair: Pair, edit:
         assert "kv_transfer_params" not in seen.body
 
 
-async def test_a_handoff_of_an_engine_goes_nowhere(pair: Pair) -> None:
-    """Transfer parameters in answers reach neither the client nor the next leg."""
+async def test_a_handoff_of_an_engine_goes_nowhere(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Transfer parameters reach neither the client, nor the next leg, nor the log."""
+    caplog.set_level(logging.DEBUG)
     pair.prefill.default = pair.decode.default = Script(kv_transfer_params=PARAMS)
-    for stream in (True, False):
-        answer = await pair.bench.chat(session="s", stream=stream)
-        assert answer.status_code == 200
+    answers = [await pair.bench.chat(session="s", stream=stream) for stream in (True, False)]
+    # The event that carries them comes apart from the first, as it does from an engine.
+    script = Script(kv_transfer_params=PARAMS, pause_after=2)
+    pair.decode.scripts = [script]
+    paused = asyncio.create_task(pair.bench.chat(session="s", stream=True))
+    await pair.bench.eventually(lambda: len(pair.decode.seen), lambda count: count == 3)
+    await asyncio.sleep(0.03)
+    script.resume.set()
+    answers.append(await paused)
+    refused = {"error": {"message": "no"}, "kv_transfer_params": PARAMS}
+    pair.decode.scripts = [Script(status=400, body=json.dumps(refused).encode())]
+    answers.append(await pair.bench.chat(session="s"))
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
+    assert answers[-1].json() == {"error": {"message": "no"}}
+    for answer in answers:
         assert b"10.0.0.7" not in answer.content
         assert b"remote_" not in answer.content
         assert b"5600" not in answer.content
+    assert "10.0.0.7" not in caplog.text
     for seen in (*pair.prefill.seen, *pair.decode.seen):
         assert b"remote_" not in seen.raw
 
@@ -149,6 +167,11 @@ async def test_several_streamed_answers_are_complete_when_all_are(pair: Pair) ->
     answer = await pair.bench.chat(session="s", n=2, stream=True)
     assert answer.text.endswith("data: [DONE]\n\n")
     assert pair.bench.of_kind(CallEnded)[0].problem is None
+    one = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+    pair.decode.scripts = [Script(events=[event(one), b"data: [DONE]\n\n"])]
+    answer = await pair.bench.chat(session="s", n=2, stream=True)
+    assert "[DONE]" not in answer.text
+    assert '"code": "engine_incomplete"' in answer.text
 
 
 async def test_stop_strings_do_not_reach_the_prefill_leg(pair: Pair) -> None:
@@ -167,7 +190,76 @@ async def test_stop_strings_do_not_reach_the_prefill_leg(pair: Pair) -> None:
     (prefill,), (decode,) = pair.prefill.seen, pair.decode.seen
     assert {name: decode.body[name] for name in members} == members
     assert prefill.body["max_tokens"] == prefill.body["max_completion_tokens"] == 1
-    assert not (set(members) - {"max_tokens"}) & set(prefill.body)
+    assert not ({*members, "stream_options"} - {"max_tokens"}) & set(prefill.body)
+
+
+async def test_the_shortest_answer_is_decodes_alone(pair: Pair) -> None:
+    """An answer of one token cannot have a hundred: prefill would refuse the call."""
+    limits = {"max_tokens": 500, "min_tokens": 100}
+    answer = await pair.bench.chat(stream=True, **limits)
+    assert answer.status_code == 200
+    (prefill,), (decode,) = pair.prefill.seen, pair.decode.seen
+    assert {name: decode.body[name] for name in limits} == limits
+    assert prefill.body["max_tokens"] == 1
+    assert "min_tokens" not in prefill.body
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [["a b c", "d e f"], [[1, 2, 3], [4, 5, 6]]],
+    ids=["texts", "tokens"],
+)
+async def test_several_prompts_are_not_split(pair: Pair, prompt: list[Any]) -> None:
+    """They are several requests with the same hints: one engine serves them, with no pull."""
+    body = {"model": "fake", "prompt": prompt, "max_tokens": 8}
+    headers = {"X-Session-ID": "s"}
+    for _ in range(2):
+        answer = await pair.bench.http.post("/v1/completions", json=body, headers=headers)
+        assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1]
+        outcome = outcome_of(answer)
+        assert (outcome.plan, outcome.reason) == (Plan.COLD, Reason.UNSUPPORTED)
+    assert pair.prefill.seen == []
+    for seen in pair.decode.seen:
+        assert seen.body["prompt"] == prompt
+        assert "tc_source" not in seen.xargs
+
+
+@pytest.mark.parametrize(
+    ("path", "members"),
+    [
+        ("/v1/completions", {"prompt": "Once", "echo": True, "logprobs": 1, "max_tokens": 4}),
+        (CHAT, {"messages": MESSAGES, "prompt_logprobs": 1}),
+    ],
+    ids=["completions", "chat"],
+)
+async def test_log_probabilities_of_a_prompt_come_from_who_computes_it(
+    pair: Pair, path: str, members: dict[str, Any]
+) -> None:
+    """An engine that pulled a prompt has none: in every turn one engine does all of it."""
+    headers = {"X-Session-ID": "s"}
+    for _ in range(2):
+        body = {"model": "fake", **members}
+        answer = await pair.bench.http.post(path, json=body, headers=headers)
+        assert outcome_of(answer).reason is Reason.UNSUPPORTED
+    assert pair.prefill.seen == []
+    assert len(pair.decode.seen) == 2
+    for seen in pair.decode.seen:
+        assert {name: seen.body[name] for name in members} == members
+
+
+async def test_what_a_stock_engine_holds_is_handed_on_as_it_says(pair: Pair) -> None:
+    """A deadline that is lost on the way lets the next engine read what is another's by then."""
+    pair.prefill.mode = "off"
+    await pair.bench.eventually(
+        lambda: pair.bench.http.get("/health"),
+        lambda answer: answer.json()["sides"]["prefill"]["pulling"] == 0,
+    )
+    # As text, because numbers may be written in many ways.
+    held = json.dumps(PARAMS).replace("1000000000.0", "1.0e9")
+    whole = f'"choices":[{{"index":0,"finish_reason":"length"}}],"kv_transfer_params":{held}'
+    pair.prefill.scripts = [Script(body=f"{{{whole}}}".encode())]
+    await pair.bench.chat(session="s")
+    assert f'"kv_transfer_params":{held}'.encode() in pair.decode.seen[-1].raw
 
 
 async def test_forced_tool_calls_have_the_same_prompt_on_both_engines(pair: Pair) -> None:
@@ -185,20 +277,22 @@ async def test_forced_tool_calls_have_the_same_prompt_on_both_engines(pair: Pair
 async def test_a_storm_of_impatient_clients_leaves_no_leg_behind(pair: Pair) -> None:
     """Clients that leave at any moment: every leg ends, and every session goes on."""
     rng = random.Random(7)
-    gate = asyncio.Event()
-    pair.prefill.default = pair.decode.default = Script(until=gate)
+    # Half of them get through prefill.
+    pair.prefill.scripts = [Script() for _ in range(20)]
+    pair.prefill.default = pair.decode.default = Script(until=asyncio.Event())
     calls = [
         asyncio.create_task(pair.bench.chat(session=f"s{i}", stream=i % 2 == 0)) for i in range(40)
     ]
+    await pair.bench.eventually(lambda: pair.decode.num_active, bool)
     for call in rng.sample(calls, len(calls)):
         await asyncio.sleep(0.001)
         call.cancel()
-    gate.set()
-    pair.prefill.default = pair.decode.default = Script()
     await asyncio.gather(*calls, return_exceptions=True)
+    # Nothing has been answered: what ends has been broken off.
     await pair.bench.eventually(
         lambda: pair.prefill.num_active + pair.decode.num_active, lambda n: n == 0
     )
+    pair.prefill.default = pair.decode.default = Script()
     answers = await asyncio.gather(*(pair.bench.chat(session=f"s{i}") for i in range(40)))
     assert {answer.status_code for answer in answers} == {200}
     assert await pair.bench.metric("turncache_router_active_calls") == 0

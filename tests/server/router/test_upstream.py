@@ -289,15 +289,16 @@ async def test_a_client_of_an_older_version_gets_no_chunks() -> None:
     assert rest == b"".join(EVENTS)
 
 
-async def test_engines_are_reached_by_name() -> None:
+@pytest.mark.parametrize(("host", "address"), [("localhost", "127.0.0.1"), ("[::1]", "::1")])
+async def test_engines_are_reached_by_name_and_by_any_address(host: str, address: str) -> None:
     """The host header names what the settings name."""
     engine = RawEngine([OK])
     async with (
-        listening(engine),
-        connected(settings_for(engine, "http://localhost")) as post,
+        listening(engine, address),
+        connected(settings_for(engine, f"http://{host}")) as post,
     ):
         assert await post() == (200, b"{}")
-    assert b"host: localhost:%d\r\n" % engine.port in engine.heads[0]
+    assert f"host: {host}:{engine.port}\r\n".encode() in engine.heads[0]
 
 
 async def test_engines_are_reached_by_tls_when_their_certificate_is_trusted(
