@@ -147,7 +147,8 @@ class Session:
 
     def __repr__(self) -> str:
         parent = f", parent_id={self.parent_id!r}" if self.parent_id else ""
-        return f"<Session {self.id!r}{parent}, {len(self.ledger.calls)} calls>"
+        number = len(self.ledger.calls)
+        return f"<Session {self.id!r}{parent}, {number} call{'' if number == 1 else 's'}>"
 
     def child(self, name: str) -> Session:
         """Return the session of a sub-agent: ``<id>/<name>``, the same object every time.
@@ -389,11 +390,13 @@ def session(
         ProtocolError: on an illegal id.
         UsageError: on a negative ``retain_s`` or a ``priority`` that is out of range.
     """
-    if retain_s is not None and not retain_s >= 0:
-        raise UsageError(f"retain_s={retain_s}: expected seconds from 0")
-    if priority is not None and not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+    if retain_s is not None and not (isinstance(retain_s, int | float) and retain_s >= 0):
+        raise UsageError(f"retain_s={retain_s!r}: expected seconds from 0")
+    if priority is not None and not (
+        isinstance(priority, int) and MIN_PRIORITY <= priority <= MAX_PRIORITY
+    ):
         raise UsageError(
-            f"priority={priority}: expected a number from {MIN_PRIORITY} to {MAX_PRIORITY}"
+            f"priority={priority!r}: expected a number from {MIN_PRIORITY} to {MAX_PRIORITY}"
         )
     parent_id = parent.id if isinstance(parent, Session) else parent
     if parent_id is not None:

@@ -16,12 +16,13 @@ from turncache_tools.flags import flags
 from turncache_tools.report import report
 from turncache_tools.router_verb import router
 from turncache_tools.serve import serve
-from turncache_tools.shell import OK, PassingOn, Verbs, write
+from turncache_tools.shell import OK, PassingOn, Verb, Verbs, write
 from turncache_tools.stack_options import takes_stack
 from turncache_tools.top import top
 
 app = typer.Typer(
     cls=Verbs,
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -49,14 +50,14 @@ def common(
 
 app.command(cls=PassingOn)(takes_stack(serve))
 app.command(cls=PassingOn)(takes_stack(flags))
-app.command()(router)
-app.command()(mode)
-app.command()(stats)
-app.command()(sessions)
-app.command()(top)
-app.command()(drain)
-app.command()(report)
-app.command()(doctor)
+app.command(cls=Verb)(router)
+app.command(cls=Verb)(mode)
+app.command(cls=Verb)(stats)
+app.command(cls=Verb)(sessions)
+app.command(cls=Verb)(top)
+app.command(cls=Verb)(drain)
+app.command(cls=Verb)(report)
+app.command(cls=Verb)(doctor)
 
 
 def _add_separate(name: str, text: str) -> None:
@@ -71,7 +72,7 @@ def _add_separate(name: str, text: str) -> None:
 
     app.command(
         name,
-        help=f"{text} (--help for options).",
+        help=f"{text}.",
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )(verb)

@@ -24,7 +24,13 @@ from turncache_server.control.messages import (
     Stats,
     StatsReply,
 )
-from turncache_tools.shell import CHECK_FAILED, check_seconds, progress, write_json, write_table
+from turncache_tools.shell import (
+    CHECK_FAILED,
+    check_seconds,
+    progress,
+    write_json,
+    write_table,
+)
 
 TIMEOUT_S: Final = 5.0
 
@@ -33,7 +39,10 @@ _ReplyT = TypeVar("_ReplyT", ModeReply, StatsReply, SessionsReply)
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 Addresses = Annotated[
     list[str],
-    typer.Argument(help="Control sockets: tcp://127.0.0.1:5800, 127.0.0.1:5800 or 5800."),
+    typer.Argument(
+        metavar="ENGINE...",
+        help="Control sockets: tcp://127.0.0.1:5800, 127.0.0.1:5800 or 5800.",
+    ),
 ]
 SecretFile = Annotated[
     Path | None,
@@ -59,6 +68,8 @@ def mode(
     """Switch engines to on, observe or off, without a restart; or ask what they are in."""
     check_seconds(timeout, "--timeout")
     wanted = engines[-1] if engines[-1] in set(Mode) else ""
+    if not wanted and engines[-1].isalpha() and engines[-1] != "localhost":
+        raise UsageError(f"{engines[-1]!r}: no mode; expected on, observe or off")
     keys = fleet_keys(fleet_secret_file)
     addresses = control_addresses(engines[:-1] if wanted else engines, keyed=keys is not None)
 
@@ -69,7 +80,7 @@ def mode(
 
     replies, silent = _ask_each(addresses, keys, switch)
     rows = [(a, r.mode, r.why) for a, r in replies.items()]
-    rows += [(a, "-", str(error)) for a, error in silent.items()]
+    rows += [(a, "-", why_silent(a, error)) for a, error in silent.items()]
     if as_json:
         write_json({address: {"mode": found, "why": why} for address, found, why in rows})
     else:
@@ -143,12 +154,13 @@ def sessions(
             for address, reply in replies.items()
             for row in reply.rows
         ]
-        write_table(names, rows)
+        if rows:
+            write_table(names, rows)
         for address, reply in replies.items():
             draining = ", draining" if reply.draining else ""
             progress(
-                f"{reply.name or address}: {len(reply.rows)} of {reply.num_sessions} sessions, "
-                f"{reply.num_calls} calls, {reply.num_handovers} hand-overs{draining}"
+                f"{reply.name or address}: {len(reply.rows)} of {reply.num_sessions} sessions "
+                f"shown, {reply.num_calls} calls, {reply.num_handovers} hand-overs{draining}"
             )
     _raise_first(silent)
 
@@ -182,8 +194,8 @@ def _session_row(row: SessionRow, block_size: int) -> tuple[str, ...]:
     return (
         row.session,
         row.state,
-        str(row.kept_blocks * block_size),
-        str(row.kept_blocks),
+        f"{row.kept_blocks * block_size:,}",
+        f"{row.kept_blocks:,}",
         str(row.lineages),
         in_seconds(row.expected_s),
         in_seconds(row.kept_s),
@@ -210,6 +222,11 @@ def _ask_each(
             except TurncacheError as error:
                 silent[address] = error
     return replies, silent
+
+
+def why_silent(address: str, error: TurncacheError) -> str:
+    """Return what an engine's error says, where its address stands beside it."""
+    return str(error).removeprefix(f"{address}: ")
 
 
 def _tell_all_but_first(silent: Mapping[str, TurncacheError]) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from turncache.errors import EngineFault, EnvironmentFault, TurncacheError, UsageError
+from turncache.errors import EnvironmentFault, TurncacheError, UsageError
 from turncache_server.control.client import ControlClient
 from turncache_server.control.keys import FleetKeys
 from turncache_server.control.messages import Hello, HelloReply
@@ -24,7 +24,7 @@ from turncache_server.launch.machine import (
     inspect_machine,
 )
 from turncache_server.versions import Support, name_tested_versions, support_of
-from turncache_tools.control import TIMEOUT_S, SecretFile, control_addresses, fleet_keys
+from turncache_tools.control import TIMEOUT_S, SecretFile, control_addresses, fleet_keys, why_silent
 from turncache_tools.doctor_log import look_at_log
 from turncache_tools.finding import Finding, Verdict
 from turncache_tools.shell import CHECK_FAILED, write_json, write_table
@@ -36,7 +36,8 @@ _SERVER_TIMEOUT_S: Final = 120.0
 
 def doctor(
     engines: Annotated[
-        list[str] | None, typer.Argument(help="Control sockets of running engines.")
+        list[str] | None,
+        typer.Argument(metavar="[ENGINE...]", help="Control sockets of running engines."),
     ] = None,
     *,
     router: Annotated[
@@ -46,7 +47,9 @@ def doctor(
     python: Annotated[
         str | None,
         typer.Option(
-            envvar="TURNCACHE_ENGINE_PYTHON", help="Interpreter of the engine environment."
+            envvar="TURNCACHE_ENGINE_PYTHON",
+            help="Interpreter of the engine environment, to look at; this one when nothing is "
+            "named.",
         ),
     ] = None,
     base_url: Annotated[
@@ -68,7 +71,7 @@ def doctor(
     """Look at the installation, or at what is named; exit 1 on a failure."""
     findings: list[Finding] = []
     keys: FleetKeys | None = None
-    if (base_url is None and log is None) or engines or router:
+    if (python is not None and (engines or router)) or not (engines or router or base_url or log):
         findings += look_at_installation(python)
     if base_url is not None:
         findings += _look_at_base_url(base_url, model, api_key)
@@ -85,7 +88,9 @@ def doctor(
             Finding(
                 subject=router,
                 verdict="ok" if healthy else "failed",
-                detail="answers /health" if healthy else "does not answer /health with 200",
+                detail="answers /health"
+                if healthy
+                else "does not answer /health with 200: is it running there, are its engines?",
             )
         )
     if as_json:
@@ -219,8 +224,9 @@ def look_at_engines(
     for address in addresses:
         try:
             reply = replies[address] = ask(address)
-        except (EngineFault, TurncacheError) as error:
-            findings.append(Finding(subject=address, verdict="failed", detail=str(error)))
+        except TurncacheError as error:
+            why = why_silent(address, error)
+            findings.append(Finding(subject=address, verdict="failed", detail=why))
             continue
         name = f"{reply.name}, " if reply.name else ""
         text = f"{name}{reply.side}, mode {reply.mode}, vLLM {reply.vllm_version}"

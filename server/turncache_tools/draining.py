@@ -26,7 +26,9 @@ LOOK_EVERY_S: Final = 0.5
 
 
 def drain(
-    engine: Annotated[str, typer.Argument(help="Its control socket, such as 5801.")],
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="Its control socket, such as 5801.")
+    ],
     *,
     timeout: Annotated[
         float, typer.Option(help="Seconds after which what is left is left.")
@@ -111,7 +113,7 @@ def _nothing(found: SessionsReply) -> bool:
 
 def _left(found: SessionsReply) -> str:
     return (
-        f"{found.num_calls} calls, {found.num_sessions} sessions with {_tokens(found)} tokens, "
+        f"{found.num_calls} calls, {found.num_sessions} sessions with {_tokens(found):,} tokens, "
         f"{found.num_handovers} hand-overs"
     )
 

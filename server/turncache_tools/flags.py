@@ -167,8 +167,8 @@ def as_shell(result: Flags) -> str:
         blocks.append(f"# {launch.name}\n" + " \\\n  ".join(words))
     if result.router_toml is not None:
         blocks.append(
-            "# router: turncache router --config router.toml, with router.toml:\n"
-            + "".join(f"#   {line}".rstrip() + "\n" for line in result.router_toml.splitlines())
+            f"# router\ncat > router.toml <<'END'\n{result.router_toml.rstrip()}\nEND\n"
+            "turncache router --config router.toml"
         )
     return "\n\n".join(blocks).rstrip()
 

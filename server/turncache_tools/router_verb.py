@@ -11,7 +11,7 @@ import typer
 from turncache.errors import ConfigError, UsageError
 from turncache_server.router.config import fleet_keys, load_config
 from turncache_server.router.keys import add_key, read_keys
-from turncache_tools.shell import progress, write, write_json
+from turncache_tools.shell import counted, progress, write, write_json
 
 #: Settings that bound what a client may do.
 _LIMITS: Final = (
@@ -93,8 +93,8 @@ def router(
             who = "no keys: everybody who reaches it is served"
             if callers is not None:
                 tenants = {caller.tenant for caller in callers.values()}
-                who = f"{len(callers)} keys of {len(tenants)} tenants"
-            fleet = f"{len(engines)} engines"
+                who = f"{counted(len(callers), 'key')} of {counted(len(tenants), 'tenant')}"
+            fleet = counted(len(engines), "engine")
             if settings.engines_file:
                 fleet += f" from {settings.engines_file}"
             if settings.kubernetes_selector:

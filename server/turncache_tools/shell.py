@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
@@ -24,6 +25,9 @@ ENGINE: Final = 4
 INTERRUPTED: Final = 130
 
 _EXTRA_ARGUMENTS: Final = "turncache.extra_arguments"
+#: Width of output that goes nowhere a person looks at it: no table is folded there.
+_PIPE_WIDTH: Final = 240
+_NUMBER: Final = re.compile(r"-|[+-]?[\d,]+(\.\d+)?( ?(%|\u00d7|s|ms))?")
 
 
 def exit_code(error: TurncacheError) -> int:
@@ -51,8 +55,40 @@ class Verbs(TyperGroup):
             progress("interrupted")
             raise typer.Exit(INTERRUPTED) from error
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the verbs with all that is said of them, where the base class cuts it off."""
+        verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, verb.get_short_help_str(limit=1000)) for name, verb in verbs if verb]
+            )
 
-class PassingOn(TyperCommand):
+
+class Verb(TyperCommand):
+    """A verb: plain help in sections, in which no name and no value is cut off."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return what stands behind the verb's name: arguments as their metavars say."""
+        arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+        return ["[OPTIONS]", *(str(argument.metavar) for argument in arguments)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, those of one subject together."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is None:
+                continue
+            argument = param.param_type_name == "argument"
+            title = "Arguments" if argument else getattr(param, "rich_help_panel", "") or "Options"
+            name = str(param.metavar) if argument else re.sub(r"<list\[(.+)\]>", r"<\1>", record[0])
+            sections.setdefault(title, []).append((name, record[1]))
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class PassingOn(Verb):
     """A verb whose arguments after ``--`` go to somebody else, untouched."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -88,7 +124,7 @@ def write_json(data: object) -> None:
 
 def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Write a table for people, as wide as its content needs where there is no terminal."""
-    make_console().print(make_table(columns, rows))
+    show(make_console(), make_table(columns, rows))
 
 
 def write_titled(title: str, table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> None:
@@ -100,14 +136,27 @@ def write_titled(title: str, table: tuple[Sequence[str], Sequence[Sequence[str]]
 def make_console() -> Console:
     """Return where tables go, as wide as their content needs where there is no terminal."""
     console = Console(file=sys.stdout)
-    return console if console.is_terminal else Console(file=sys.stdout, width=240)
+    return console if console.is_terminal else Console(file=sys.stdout, width=_PIPE_WIDTH)
+
+
+def show(console: Console, what: RenderableType) -> None:
+    """Print; where there is no terminal without the blanks that fill lines up."""
+    if console.is_terminal:
+        console.print(what)
+        return
+    with console.capture() as captured:
+        console.print(what)
+    for line in captured.get().splitlines():
+        write(line.rstrip())
 
 
 def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table in the one form that all verbs use."""
+    """Return a table in the one form that all verbs use: columns of numbers end at one edge."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, overflow="fold")
+    for at, name in enumerate(columns):
+        cells = [row[at] for row in rows if row[at]]
+        numbers = bool(cells) and all(_NUMBER.fullmatch(cell) for cell in cells)
+        table.add_column(name, overflow="fold", justify="right" if numbers else "left")
     for row in rows:
         table.add_row(*row)
     return table
@@ -124,8 +173,8 @@ def run_verb(verb: Callable[..., None], arguments: Sequence[str], name: str) -> 
     Raises:
         TurncacheError: whatever the verb raises.
     """
-    own = typer.Typer(add_completion=False)
-    own.command()(verb)
+    own = typer.Typer(add_completion=False, rich_markup_mode=None)
+    own.command(cls=Verb)(verb)
     code = typer.main.get_command(own).main(
         list(arguments), prog_name=f"turncache {name}", standalone_mode=False
     )
@@ -147,6 +196,11 @@ def check_seconds(value: float | None, option: str, *, none_too: bool = False) -
         return
     least = "from 0" if none_too else "above 0"
     raise UsageError(f"{option} {value:g}: expected seconds {least}")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the singular for one."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def check_folder(path: Path | None, option: str) -> None:

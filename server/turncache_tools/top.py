@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -35,12 +36,26 @@ from turncache_tools.control import (
     fleet_keys,
     in_seconds,
     session_data,
+    why_silent,
 )
-from turncache_tools.shell import check_seconds, make_console, make_table, write_json
+from turncache_tools.shell import (
+    check_seconds,
+    make_console,
+    make_table,
+    show,
+    write,
+    write_json,
+)
 
 #: Where the tokens of a prompt came from, and those that need not have been computed.
 _TOKENS: Final = ("local", "returned", "computed", "lost")
 _LEAST_EVERY_S: Final = 0.1
+_STATES: Final = (
+    *("engine", "side", "mode", "calls", "sessions", "KV\nin use", "KV\nkept"),
+    "lost since\nstart",
+)
+#: Columns that the engines' table needs; in a narrower terminal it is two.
+_ONE_TABLE_WIDTH: Final = 110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +187,11 @@ def top(
             if as_json:
                 write_json(_data(lines, shown, silent))
             elif screen is not None:
-                screen.update(_page(lines, shown, silent), refresh=True)
+                screen.update(page(lines, shown, silent, width=console.width), refresh=True)
             else:
-                console.print(_page(lines, shown, silent))
+                if number > 1:
+                    write("")
+                show(console, page(lines, shown, silent, width=console.width))
             if number == count:
                 return
             time.sleep(max(0.0, every - (time.monotonic() - began_s)))
@@ -197,34 +214,28 @@ def _look_at_all(
     return looks, silent
 
 
-def _page(
+def page(
     lines: Sequence[EngineLine],
     shown: Sequence[tuple[str, int, SessionRow]],
     silent: Mapping[str, TurncacheError],
+    *,
+    width: int,
 ) -> Group:
-    engines = make_table(
-        (
-            *("engine", "side", "mode", "calls", "sessions", "KV in use", "kept"),
-            *(f"{name} tokens/s" for name in _TOKENS),
-            "lost since start",
-        ),
-        [
-            (
-                line.name,
-                line.side,
-                line.state,
-                str(line.calls),
-                str(line.sessions),
-                _percent(line.used),
-                _percent(line.retained),
-                *(_rate(line.tokens_per_s, name) for name in _TOKENS),
-                _percent(line.lost_share),
-            )
-            for line in lines
-        ],
-    )
+    """Lay out what is shown, for a terminal of so many columns."""
+    parts: list[Table | str] = []
+    if lines:
+        states = [_state_cells(line) for line in lines]
+        rates = [[_rate(line.tokens_per_s, name) for name in _TOKENS] for line in lines]
+        if width >= _ONE_TABLE_WIDTH:
+            columns = (*_STATES, *(f"{name}\ntokens/s" for name in _TOKENS))
+            parts.append(make_table(columns, list(map(operator.add, states, rates))))
+        else:
+            names = [[line.name] for line in lines]
+            columns = ("engine", *(f"{name} tokens/s" for name in _TOKENS))
+            parts += [make_table(_STATES, states), ""]
+            parts.append(make_table(columns, list(map(operator.add, names, rates))))
     gone = make_table(
-        ("does not answer", "why"), [(at, str(error)) for at, error in silent.items()]
+        ("does not answer", "why"), [(at, why_silent(at, error)) for at, error in silent.items()]
     )
     sessions = make_table(
         ("session", "engine", "state", "tokens kept", "chains", "expected in", "kept for"),
@@ -241,10 +252,16 @@ def _page(
             for engine, block_size, row in shown
         ],
     )
-    parts: list[Table | str] = [engines]
     parts += ["", gone] if silent else []
     parts += ["", sessions] if shown else []
     return Group(*parts)
+
+
+def _state_cells(line: EngineLine) -> list[str]:
+    return [
+        *(line.name, line.side, line.state, str(line.calls), str(line.sessions)),
+        *(_percent(line.used), _percent(line.retained), _percent(line.lost_share)),
+    ]
 
 
 def _data(

@@ -28,7 +28,9 @@ def test_outcome_of_every_kind_of_result(client: turncache.OpenAI, server: FakeS
     """Results, streams, helpers, raw responses and errors all lead to their outcome."""
     server.script(*[Reply(headers=SAID)] * 6)
     create = client.chat.completions.create
-    assert turncache.outcome(create(model="m", messages=HELLO)) == OUTCOME
+    found = turncache.outcome(create(model="m", messages=HELLO))
+    assert found == OUTCOME
+    assert str(found) == OUTCOME.to_header(), "as it is printed, it reads as it was sent"
     with create(model="m", messages=HELLO, stream=True) as stream:
         assert turncache.outcome(stream) == OUTCOME
     with client.chat.completions.stream(model="m", messages=HELLO) as helper:

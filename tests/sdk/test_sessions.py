@@ -141,8 +141,10 @@ def test_children_name_their_parent(client: turncache.OpenAI, server: FakeServer
 def test_illegal_ids_are_refused(client: turncache.OpenAI, name: str) -> None:
     """An id that cannot travel is an error where it is given, with the way out."""
     for use in (turncache.session, client.with_session):
-        with pytest.raises(ProtocolError, match="hash"):
+        with pytest.raises(ProtocolError, match=r"hash.*opaque_id"):
             use(name)
+        with pytest.raises(ProtocolError, match="4711 is no session id: expected text"):
+            use(4711)  # type: ignore[arg-type]
     legal = turncache.opaque_id(name)
     assert turncache.session(legal).id == legal
     assert legal == turncache.opaque_id(name) != turncache.opaque_id(name + "x")
@@ -154,8 +156,12 @@ def test_illegal_settings_are_refused() -> None:
         turncache.session(retain_s=-1)
     with pytest.raises(UsageError, match="retain_s=nan"):
         turncache.session(retain_s=float("nan"))
+    with pytest.raises(UsageError, match="retain_s='5m'"):
+        turncache.session(retain_s="5m")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="priority=101"):
         turncache.session(priority=101)
+    with pytest.raises(UsageError, match="priority='high'"):
+        turncache.session(priority="high")  # type: ignore[arg-type]
 
 
 def test_retention_and_priority_travel(client: turncache.OpenAI, server: FakeServer) -> None:

@@ -22,7 +22,7 @@ from turncache.errors import (
     UsageError,
 )
 from turncache_tools.__main__ import main
-from turncache_tools.shell import exit_code
+from turncache_tools.shell import exit_code, write_table
 
 Run = Callable[..., Ran]
 
@@ -151,6 +151,47 @@ def test_every_verb_has_help_and_json(turncache: Run, verb: str) -> None:
     ran = turncache(verb, "--help")
     assert ran.code == 0
     assert "--json" in ran.out
+
+
+@pytest.mark.parametrize("verb", ["bench", "calibrate"])
+def test_a_stack_that_is_not_there(turncache: Run, verb: str) -> None:
+    """One line says where and why, without the layers below; the code is 4."""
+    ran = turncache(verb, "--url", "http://127.0.0.1:1")
+    assert (ran.code, ran.out) == (4, "")
+    assert ran.err == (
+        "http://127.0.0.1:1/v1/models: no connection (Connection refused): is it running there?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("verb", "names"),
+    [
+        ("serve", ("--tensor-parallel-size", "--return / --no-return", "Ports and places:")),
+        ("calibrate", ("http://127.0.0.1:8000", "turncache-profile.toml", "VLLM_SERVER_DEV_MODE")),
+        ("mode", ("Usage: turncache mode [OPTIONS] ENGINE... [on|observe|off]",)),
+        ("doctor", ("Usage: turncache doctor [OPTIONS] [ENGINE...]",)),
+        ("--help", ("return or more memory would give a workload.",)),
+    ],
+    ids=str,
+)
+def test_help_of_80_columns_cuts_nothing_off(
+    turncache: Run, monkeypatch: pytest.MonkeyPatch, verb: str, names: Sequence[str]
+) -> None:
+    """Names, values and the subjects of options are whole, and no line is wider."""
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = turncache(verb, "--help")
+    told = " ".join(ran.out.split())
+    assert all(name in told for name in names)
+    assert "\u2026" not in told
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_tables_in_a_pipe_are_as_wide_as_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers end at one edge, words begin at one, and nothing fills a line up."""
+    write_table(("name", "tokens", "why"), [("a", "12,345", ""), ("bcdefg", "-", "it is so")])
+    assert capsys.readouterr().out == (
+        "name    tokens  why\na       12,345\nbcdefg       -  it is so\n"
+    )
 
 
 def test_the_version_is_ours(turncache: Run) -> None:

@@ -46,9 +46,29 @@ def test_an_engine_that_does_not_switch_fails_the_command(turncache: Run, contro
 
 def test_an_engine_that_does_not_answer_is_an_engine_fault(turncache: Run) -> None:
     """The code is 4, and the address is named."""
-    ran = turncache("stats", "tcp://127.0.0.1:1", "--timeout", "0.2")
-    assert ran.code == 4
-    assert "tcp://127.0.0.1:1" in ran.err
+    for verb in ("stats", "sessions"):
+        ran = turncache(verb, "tcp://127.0.0.1:1", "--timeout", "0.2")
+        assert (ran.code, ran.out) == (4, "")
+        assert ran.err.count("tcp://127.0.0.1:1") == 1
+
+
+def test_a_word_that_is_no_mode_is_told_from_an_address(turncache: Run) -> None:
+    """A slip in the mode is not taken for an engine."""
+    ran = turncache("mode", "5800", "oof")
+    assert (ran.code, ran.out) == (2, "")
+    assert "'oof': no mode; expected on, observe or off" in ran.err
+
+
+def test_the_doctor_of_named_engines_looks_at_them_alone(
+    turncache: Run, control: Control, tmp_path: Path
+) -> None:
+    """No vLLM where the command runs is no failure; an interpreter that is named is looked at."""
+    python = write_python(tmp_path, version=None)
+    engine = control()
+    ran = turncache("doctor", engine.address, "--json")
+    assert ran.code == 0
+    assert [finding["subject"] for finding in json.loads(ran.out)] == [engine.address]
+    assert turncache("doctor", engine.address, "--python", python).code == 1
 
 
 def test_a_dead_engine_keeps_nobody_else_from_being_switched(

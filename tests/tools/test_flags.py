@@ -94,6 +94,8 @@ def test_the_shell_form_says_the_same(turncache: Run) -> None:
     """Copied into a shell, each block has the arguments and variables of the JSON."""
     data = as_json(turncache, *PAIR, "--", "--max-num-seqs", "7")
     text = turncache(*PAIR, "--", "--max-num-seqs", "7").out
+    *_, config = text.partition("<<'END'\n")
+    assert config == f"{data['router_toml']}END\nturncache router --config router.toml\n"
     blocks = text.split("# ")
     for engine in data["engines"]:
         block = next(b for b in blocks if b.startswith(f"{engine['name']}\n"))

@@ -32,7 +32,7 @@ def test_a_configuration_is_checked_without_starting(turncache: Run, tmp_path: P
     assert json.loads(ran.out)["engines"] == [
         {"name": "single-0", "side": "single", "url": "http://127.0.0.1:8100", "control": None}
     ]
-    assert "1 engines" in turncache("router", "--config", str(path), "--check").out
+    assert "1 engine, " in turncache("router", "--config", str(path), "--check").out
 
 
 def test_a_check_names_the_file_of_the_engines(turncache: Run, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_check_names_the_file_of_the_engines(turncache: Run, tmp_path: Path) -
     path.write_text(f'engines_file = "{engines}"\n')
     engines.write_text(CONFIG.replace("port = 0", ""))
     check = ("router", "--config", str(path), "--check")
-    assert f"1 engines from {engines}, " in turncache(*check).out
+    assert f"1 engine from {engines}, " in turncache(*check).out
     assert json.loads(turncache(*check, "--json").out)["engines_file"] == str(engines)
     engines.write_text(CONFIG)
     ran = turncache(*check)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from io import StringIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.tools.conftest import ControlledEngine, Ran
+from turncache.errors import EngineFault
 from turncache_server.control.messages import SessionRow, SessionsReply, StatsReply
-from turncache_tools.top import Look, engine_line, largest
+from turncache_tools.top import Look, engine_line, largest, page
 
 Run = Callable[..., Ran]
 Control = Callable[..., ControlledEngine]
@@ -76,6 +79,27 @@ def test_engines_and_sessions_are_two_tables(turncache: Run, control: Control) -
     assert "25.0 %" in ran.out
     assert "tcp://127.0.0.1:1" in ran.out
     assert ran.out.count("ab12") == 2
+
+
+def test_a_narrow_terminal_folds_no_name() -> None:
+    """In 80 columns what happens in a second is a table of its own; a wide one has one for all."""
+    counters = {f"{name}_tokens": 4_000_000 for name in ("prompt", "local", "computed", "lost")}
+    first, then = look(1.0, {}), look(2.0, counters, row("0123456789ab", 90_000))
+    lines = [engine_line("a", then, first)]
+    silent = {"tcp://127.0.0.1:5800": EngineFault("tcp://127.0.0.1:5800", "no answer")}
+    printed: dict[int, str] = {}
+    for width in (80, 200):
+        console = Console(width=width, file=StringIO())
+        shown = page(lines, largest({"a": then}, 5), silent, width=width)
+        with console.capture() as captured:
+            console.print(shown)
+        printed[width] = captured.get()
+    for text in printed.values():
+        words = text.split()
+        for word in ("decode-0", "0123456789ab", "1,440,000", "4,000,000", "tokens/s"):
+            assert word in words
+        assert text.count("127.0.0.1:5800") == 1
+    assert printed[80].split().count("decode-0") == printed[200].split().count("decode-0") + 1
 
 
 def test_every_look_is_a_line_of_json(turncache: Run, control: Control) -> None:

@@ -21,17 +21,20 @@ def check_session_id(value: str, *, field_name: str = SESSION_HEADER) -> str:
     Raises:
         ProtocolError: unless it has 1 to 256 visible ASCII characters.
     """
+    if not isinstance(value, str):
+        raise ProtocolError(field_name, f"{value!r:.80} is no session id: expected text")
     if not VISIBLE_ASCII.fullmatch(value):
         raise ProtocolError(
             field_name,
             f"{shown(value)} is no session id: expected 1 to {MAX_SESSION_ID_CHARS} visible "
-            "ASCII characters without spaces; hash or percent-encode other names",
+            "ASCII characters without spaces; hash other names, as turncache.opaque_id does, or "
+            "percent-encode them",
         )
     if len(value) > MAX_SESSION_ID_CHARS:
         raise ProtocolError(
             field_name,
             f"session id of {len(value)} characters; at most {MAX_SESSION_ID_CHARS} are allowed: "
-            "hash longer names",
+            "hash longer names, as turncache.opaque_id does",
         )
     return value
 

@@ -53,6 +53,9 @@ class Outcome:
         """Tokens that were not computed by this call."""
         return self.local + self.returned
 
+    def __str__(self) -> str:
+        return self.to_header()
+
     def to_header(self) -> str:
         """Encode as the value of ``Turncache-Outcome``."""
         members: dict[str, Item] = {

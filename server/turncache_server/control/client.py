@@ -90,7 +90,11 @@ class _Handshake:
             return self.refusal
         if self._num_cut and not self.done:
             return self._refused(f"{self._secrets_differ()}; or it is just ending")
-        return EngineFault(self._address, f"no answer on the control socket within {timeout_s:g} s")
+        return EngineFault(
+            self._address,
+            f"no answer on the control socket within {timeout_s:g} s: is the engine running, and "
+            "is this its control_address?",
+        )
 
     def _secrets_differ(self) -> str:
         # One text for all that may be behind it: which of two events comes first is chance.
@@ -99,7 +103,10 @@ class _Handshake:
                 "it does not take this side's fleet secret, it has another one or none: give both "
                 "the same fleet_secret_file"
             )
-        return "it has a fleet secret and this side has none: give this side fleet_secret_file"
+        return (
+            "it has a fleet secret and this side has none: give this side fleet_secret_file; or it "
+            "is no control socket: not an engine's HTTP port, but its control_address"
+        )
 
     def _refused(self, why: str) -> EngineRefusal:
         return EngineRefusal(self._address, "unauthenticated", why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import secrets
 import signal
 import ssl
@@ -332,6 +333,8 @@ class _Edge:
 def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
     if error.status == 404:
         message = f"No such path: {request.path[:200]!r}. This router serves a fixed list."
+        if not request.path.startswith("/v1/"):
+            message += " The APIs are below /v1: does the client's base URL end in it?"
     elif error.status == 405:
         message = f"{request.method} is not allowed on {request.path[:200]!r}."
     else:
@@ -361,8 +364,10 @@ async def _listen(
     try:
         await site.start()
     except OSError as error:
+        # asyncio's own text says the address once more; names that are unknown have no errno.
+        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error
         raise ConfigError(
-            "port", f"cannot listen on {config.host}:{config.port}: {error}; choose a free port"
+            "port", f"cannot listen on {config.host}:{config.port}: {why}; choose a free port"
         ) from error
     if not (config.private or config.keys_file):
         logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,7 +180,16 @@ class Client:
             ) as response:
                 return response.status, await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineFault(url, f"no answer: {type(error).__name__}: {error}") from error
+            raise EngineFault(url, _said(error)) from error
+
+
+def _said(error: Exception) -> str:
+    """Return what is known of a failure; no connection is the usual one, and needs no more."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        known = (error.errno or 0) > 0
+        why = os.strerror(error.errno or 0) if known else error.os_error.strerror
+        return f"no connection ({why}): is it running there?"
+    return f"no answer: {type(error).__name__}: {error}"
 
 
 def _parsed(text: str) -> Any:

@@ -87,7 +87,10 @@ def _first_object(text: str, name: str) -> dict[str, Any]:
             continue
         if isinstance(found, dict):
             return found
-    raise UsageError(f"{name}: no workload: its first record is no JSON object")
+    raise UsageError(
+        f"{name}: no workload: its first record is no JSON object; expected a trace of weka, "
+        "Mooncake, aiperf or of mode observe"
+    )
 
 
 def _records(text: str, name: str) -> list[tuple[int, dict[str, Any]]]:

@@ -56,10 +56,11 @@ def probed_speed(python: str = sys.executable) -> Speed:
         )
         gflop_per_s, gb_per_s = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
+        # The last line of a trace says what is missing.
+        *_, detail = str(getattr(error, "stderr", None) or error).strip().splitlines() or [""]
         raise EnvironmentFault(
             f"the demo needs the engine environment (make setup-engine), and {python} cannot "
-            f"run a matrix product: {str(detail).strip()[-300:]}"
+            f"run a matrix product: {detail[-300:]}"
         ) from error
     return guess_speed(gflop_per_s=gflop_per_s, gb_per_s=gb_per_s)
 

@@ -467,6 +467,9 @@ async def test_errors_have_the_shape_of_the_api(single: Single) -> None:
     assert kind.json()["type"] == "error"
     missing = await http.post("/v1/messages", json={**BODIES["messages"], "model": "none"})
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+    short = await http.post("/chat/completions", json=BODIES["messages"])
+    assert short.status_code == 404
+    assert "base URL" in short.json()["error"]["message"]
     openai = await http.post("/v1/responses", json={"model": "fake"})
     assert openai.json()["error"]["param"] == "input"
 

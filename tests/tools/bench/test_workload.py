@@ -153,7 +153,7 @@ def test_recording_of_observe_becomes_sessions() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "no JSON object"),
+        ("", "no JSON object; expected a trace of weka, Mooncake"),
         ("not json", "no JSON object"),
         ('{"a": 1}', "no workload that is known"),
         ('{"schema": "turncache-trace/99"}', "turncache-trace/99"),
