@@ -29,7 +29,7 @@ def test_the_examples_run(server: FakeServer) -> None:
             exec(compile(code, str(README), "exec"), names)
     names["client"].close()
     names["stock"].close()
-    assert "Outcome(prompt=" in printed.getvalue()
+    assert "prompt=34, local=14, returned=0, computed=20" in printed.getvalue()
     assert "session ticket-4711: 2 calls" in printed.getvalue()
 
 
