@@ -54,6 +54,16 @@ async def test_aborts_can_be_kept_from_an_engine_that_does_not_survive_them(
         script.until.set()
         await running.eventually(lambda: engine.num_active, lambda n: n == 0)
         assert engine.num_cancelled == 0
+        script = Script(pause_after=2)
+        engine.scripts = [script]
+        body = {"model": "fake", "messages": MESSAGES, "stream": True}
+        async with running.http.stream("POST", CHAT, json=body) as answer:
+            await anext(answer.aiter_bytes())
+        await running.eventually(lambda: running.of_kind(CallEnded), lambda ended: len(ended) == 2)
+        assert engine.num_active == 1
+        script.resume.set()
+        await running.eventually(lambda: engine.num_active, lambda n: n == 0)
+        assert engine.num_cancelled == 0
 
 
 async def test_draining_for_nobody_is_bounded() -> None:
@@ -94,7 +104,8 @@ async def test_an_upstream_error_in_a_stream_is_no_empty_success(pair: Pair, how
             messages=MESSAGES,
             extra_headers={"X-Session-ID": "s"},
         )
-    assert pair.bench.of_kind(CallEnded)[0].problem is not None
+    problem = "disconnected" if how == "reset" else "incomplete"
+    assert [ended.problem for ended in pair.bench.of_kind(CallEnded)] == [problem] * 2
     assert outcome_of(await pair.bench.chat(session="s")).plan is Plan.COLD
 
 
