@@ -113,6 +113,10 @@ perf-plan-pair: models ## calibrate a real pair, and the planner against what it
 perf-aiperf: models ## aiperf, in an environment of its own, on our router and a real pair
 	@$(ENGINE) -m tests.perf.bench_aiperf
 
+.PHONY: perf-foreign-router
+perf-foreign-router: models ## a real pair behind the real vllm-router, sessions found in Redis (PERF="--find peers")
+	@$(ENGINE) -m tests.perf.foreign_router $(PERF)
+
 .PHONY: perf-router-replicas
 perf-router-replicas: setup ## two routers, same engines: agreement, and how often a source is unknown (PERF="--refused 0.05")
 	@$(PY) -m tests.perf.bench_replicas $(PERF)

@@ -71,6 +71,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from turncache.protocol import EngineHints
+from turncache_server.connector.finding import Directory
 from turncache_server.connector.pair_scheduler import PairScheduler
 from turncache_server.connector.peers import Peer, PeerState
 from turncache_server.connector.retention_connector import RetentionConnector
@@ -432,6 +433,7 @@ class WiredConnector(TurncacheConnector):
             kv_cache_config,
             settings,
             peers=engine.peers,  # type: ignore[arg-type]  # stands for PeerBook
+            directory=engine.directory,
             clock=lambda: engine.world.now_s,
         )
 
@@ -720,6 +722,7 @@ class Engine:
         connector: connector class name in this module, None for stock vLLM.
         peers: engines that may be pulled from, asked without sockets; None for none, or for
             those in ``settings``, asked over real control sockets.
+        directory: where sources are looked for that no hint names.
         settings: the ``turncache`` section.
         transfer: members of the transfer configuration to set otherwise.
         num_ranks: workers that read and compute alike.
@@ -738,6 +741,7 @@ class Engine:
         *,
         connector: str | None = "WiredConnector",
         peers: Sequence[str] | None = None,
+        directory: Directory | None = None,
         settings: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         num_ranks: int = 1,
@@ -754,6 +758,7 @@ class Engine:
         self.num_blocks = num_blocks
         self.depth = 2 if async_scheduling else 1
         self.peers = None if peers is None else DirectPeers(world, peers)
+        self.directory = directory
         self.memories = [Memory(num_blocks) for _ in range(num_ranks)]
         self.workers = [WiredWorker(world, m, r) for r, m in enumerate(self.memories)]
         self._host_tiers = [_host_tier(memory) for memory in self.memories]
@@ -893,6 +898,7 @@ class Engine:
     def as_peer(self) -> Peer:
         """Return this engine as another one knows it after a hello."""
         source = self.source
+        pair = self.connector.connector_scheduler
         return Peer(
             name=self.name,
             control_address="",
@@ -904,8 +910,8 @@ class Engine:
                 side="single",
                 mode="on",
                 fingerprint={},
-                nixl_host="127.0.0.1",
-                nixl_port=1,
+                nixl_host=pair.side_channel_host,
+                nixl_port=pair.side_channel_port,
             ),
         )
 

@@ -58,8 +58,9 @@ EXPLANATIONS: Final[Mapping[Reason, Explanation]] = MappingProxyType(
             "message: timestamps, reordered tools, reasoning that the template strips",
         ),
         Reason.SOURCE_UNKNOWN: Explanation(
-            means="the engine named by the router is not among this engine's `peers`",
-            do="let both be written by `turncache flags`, or name it in `peers`",
+            means="the engine that was named is not among this engine's `peers`, or the directory "
+            "of sessions did not answer",
+            do="let all be written by `turncache flags`, or name it in `peers`; is Redis there?",
         ),
         Reason.SOURCE_GONE: Explanation(
             means="the engine that has the KV does not answer, was restarted or has just failed "

@@ -104,7 +104,7 @@ class Driver:
         result = client.chat.completions.create(
             **self._arguments(messages, salt, max_tokens, stream=stream)
         )
-        return _answer(result, lambda: turncache.outcome(result), stream=stream)
+        return read_answer(result, lambda: turncache.outcome(result), stream=stream)
 
     def recomputed(
         self, messages: Sequence[dict[str, Any]], *, salt: str | None = None, max_tokens: int = 24
@@ -113,7 +113,7 @@ class Driver:
         arguments = self._arguments(messages, salt or uuid.uuid4().hex, max_tokens, stream=True)
         raw = self.stock.chat.completions.with_raw_response.create(**arguments)
         header = raw.headers["Turncache-Outcome"]
-        answer = _answer(raw.parse(), lambda: Outcome.from_header(header), stream=True)
+        answer = read_answer(raw.parse(), lambda: Outcome.from_header(header), stream=True)
         assert answer.outcome is not None
         assert answer.outcome.reused == 0
         return answer
@@ -250,7 +250,8 @@ class Driver:
         return reading
 
 
-def _answer(result: Any, outcome: Callable[[], Outcome | None], *, stream: bool) -> Answer:
+def read_answer(result: Any, outcome: Callable[[], Outcome | None], *, stream: bool) -> Answer:
+    """Read an answer, or its stream to the end; ``outcome`` is asked when it has ended."""
     choices = [chunk.choices[0] for chunk in result if chunk.choices] if stream else result.choices
     found = [lp for choice in choices if choice.logprobs for lp in choice.logprobs.content or []]
     return Answer(

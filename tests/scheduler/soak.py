@@ -3,9 +3,10 @@
 Everything that happens is drawn from one seed: calls of agents whose histories grow, are
 edited and forked, or that repeat a few prompts in a pool that hardly holds one; steps,
 scheduled, executed and processed on their own; prompts that a proxy hands over as stock, in any
-mode; half blocks on the wire, late, failed or
-lingering; answers of the control thread, at any moment of the other engine's life, in the
-middle of a schedule and between two reads of one answer; aborts, resets, modes, and time.
+mode; sessions looked for in a directory that is late, silent or wrong; half blocks on the
+wire, late, failed or lingering; answers of the control thread, at any moment of the other
+engine's life, in the middle of a schedule and between two reads of one answer; aborts, resets,
+modes, and time.
 Wrong KV is noticed where it is used (:mod:`tests.builders`).
 """
 
@@ -21,6 +22,7 @@ from typing import Any, Final
 from vllm.v1.request import Request
 
 from tests.builders import BLOCK, VOCAB, Engine, Question, Transfer, World
+from tests.fakes.directory import SlowDirectory
 from turncache.errors import EngineFault
 from turncache_server.connector.source import Source
 from turncache_server.retention.ledger import Ledger
@@ -56,6 +58,8 @@ class Events:
     torn_reads: int = 0
     inside_schedule: int = 0
     stock_handovers: int = 0
+    finds: int = 0
+    found: int = 0
 
     def add(self, other: Events) -> None:
         """Add the counts of another run."""
@@ -102,13 +106,20 @@ class Soak:
         seed: of everything.
         mutant: switches one rule off in an engine, None for the real ones.
         stock: some prompts are handed over by vLLM's own logic.
+        finding: calls that name no source have it looked for.
     """
 
     def __init__(
-        self, seed: int, *, mutant: Callable[[Engine], None] | None = None, stock: bool = False
+        self,
+        seed: int,
+        *,
+        mutant: Callable[[Engine], None] | None = None,
+        stock: bool = False,
+        finding: bool = False,
     ) -> None:
         # Of its own, so that a seed means the same with and without.
         self._stock = random.Random(seed) if stock else None
+        self._finding = random.Random(seed) if finding else None
         self._held: Request | None = None
         self.random = random.Random(seed)
         self.world = World(seed=seed, hold=True)
@@ -123,6 +134,7 @@ class Soak:
                 self.world,
                 name,
                 peers=[other for other in NAMES if other != name],
+                directory=SlowDirectory() if finding else None,
                 settings={"pull_timeout_s": 2.0, "retain_default_s": 30, "handover_s": 5},
                 num_blocks=num_blocks,
                 batched_tokens=self.random.choice([16, 48, 128]),
@@ -229,6 +241,8 @@ class Soak:
             event()
             if self._stock is not None and self._stock.random() < 0.04:
                 self.some_handover(self._stock)
+            if self._finding is not None and self._finding.random() < 0.15:
+                self.some_find(self._finding)
             if number % 50 == 49:
                 self.rare_event()
             for engine in self.engines:
@@ -283,12 +297,13 @@ class Soak:
 
     def _add(self, agent: Agent, engine: Engine, prompt: list[int]) -> Any:
         self.events.calls += 1
+        named = 0.8 if self._finding is None else 0.3
         return engine.add(
             f"call-{self.events.calls}",
             prompt,
             max_tokens=self.random.choice([1, 1, 2, BLOCK if self.tight else 3 * BLOCK]),
             session=agent.session,
-            source=NAMES[engine.name == NAMES[0]] if self.random.random() < 0.8 else None,
+            source=NAMES[engine.name == NAMES[0]] if self.random.random() < named else None,
             handover=not self.tight and self.random.random() < 0.3,
             final=self.random.random() < 0.02,
             retain_s=0.0 if self.tight else self.random.choice([None, 0.0, 5.0]),
@@ -332,6 +347,27 @@ class Soak:
             stock=True,
             extra_args={"kv_transfer_params": dict(params)},
         )
+
+    def some_find(self, draw: random.Random) -> None:
+        """A directory answers a search: right, wrong, with nothing, or not at all."""
+        directories = [d for d in self._directories if d.open]
+        if not directories:
+            return
+        directory = draw.choice(directories)
+        draw.shuffle(directory.open)
+        choice = draw.random()
+        if choice < 0.05:
+            directory.open.pop(0)  # never
+        elif choice < 0.15:
+            directory.answer(EngineFault("redis", "no answer"))
+        else:
+            answers = [[*NAMES], [*NAMES], ["stranger"], [], ["", *reversed(NAMES), NAMES[0]]]
+            directory.answer(draw.choice(answers))
+        self.events.finds += 1
+
+    @property
+    def _directories(self) -> list[SlowDirectory]:
+        return [e.directory for e in self.engines if isinstance(e.directory, SlowDirectory)]
 
     def _returned(self, agent: Agent) -> None:
         if self.random.random() < 0.9:
@@ -432,6 +468,7 @@ class Soak:
                     transfer.stop_writing()
                 elif not transfer.released:
                     transfer.advance()
+            self._end_searches()
             for engine in self.engines:
                 if engine.peers is not None:
                     for question in list(engine.peers.questions):
@@ -446,9 +483,18 @@ class Soak:
             self.events.pulls_verified += pair.totals["pulls_verified"]
             self.events.pulls_failed += pair.totals["pulls_failed"]
             self.events.reads_abandoned += pair.totals["reads_abandoned"]
+            self.events.found += engine.pulls.finds["found"]
             assert engine.extension.broken is None, engine.extension.broken
             assert engine.extension.ledger.in_order
             engine.assert_no_leak()
+
+    def _end_searches(self) -> None:
+        """Have directories answer; of those that never did time tells."""
+        for directory in self._directories:
+            directory.says = NAMES
+            while directory.open:
+                directory.answer(NAMES)
+            self.world.now_s += 0.02
 
     @property
     def _quiet(self) -> bool:

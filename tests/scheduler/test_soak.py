@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import WrongKV
+from tests.scheduler.soak import Events
 from tests.scheduler.twin import run
 
 
@@ -18,6 +19,15 @@ def test_nothing_is_ever_computed_wrong(seed: int) -> None:
 def test_stock_handovers_in_between_change_nothing(seed: int) -> None:
     """What they bring is used by nobody else, and every pool is whole again."""
     run(seed, stock=True)
+
+
+def test_a_directory_that_is_late_silent_or_wrong_changes_nothing() -> None:
+    """Whom it names is asked, what they say is verified, and nobody waits for it for ever."""
+    events = Events()
+    for seed in range(8):
+        events.add(run(seed, finding=True))
+    assert events.finds > 100
+    assert events.found > 20
 
 
 @pytest.mark.parametrize(

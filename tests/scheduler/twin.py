@@ -31,9 +31,11 @@ def run(
     num_events: int = EVENTS_PER_SEED,
     *,
     stock: bool = False,
+    finding: bool = False,
 ) -> Events:
     """Run one seed to its end; raises AssertionError (WrongKV among them) when it fails."""
-    soak = Soak(seed, mutant=None if mutant is None else MUTANTS[mutant], stock=stock)
+    broken = None if mutant is None else MUTANTS[mutant]
+    soak = Soak(seed, mutant=broken, stock=stock, finding=finding)
     try:
         return soak.run(num_events)
     finally:
@@ -52,7 +54,8 @@ def main() -> int:
     events, steps, seed, failing = Events(), 0, options.first_seed, {}
     while steps < options.steps and not (options.stop and failing):
         try:
-            events.add(run(seed, options.mutant, stock=seed // 2 % 2 == 1))
+            stock, finding = seed // 2 % 2 == 1, seed // 4 % 2 == 1
+            events.add(run(seed, options.mutant, stock=stock, finding=finding))
         except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
             failing[seed] = f"{type(error).__name__}: {error}"[:200]
             print(f"seed {seed}: {failing[seed]}", flush=True)

@@ -14,7 +14,9 @@ from typing import Any, Final
 
 from turncache.errors import ConfigError
 from turncache.protocol import DEFAULT_RETAIN_S, MAX_RETAIN_S, Mode
+from turncache_server.connector.finding import MAX_CANDIDATES
 from turncache_server.control.addresses import check_address, is_loopback
+from turncache_server.redis_link import check_redis_url
 from turncache_server.retention.policy import POLICY_NAMES, policy_names
 
 #: Name of our nested object in ``kv_connector_extra_config``.
@@ -36,6 +38,14 @@ class Side(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     SINGLE = "single"
+
+
+class Find(enum.StrEnum):
+    """Where an engine looks for a session's KV when the hints of a call name no engine."""
+
+    HINTS = "hints"
+    PEERS = "peers"
+    REDIS = "redis"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +70,12 @@ class Settings:
             stay on loopback without keys.
         peers: engines that this one may pull from: name to control address.
         trust_hints: our router is in front: read all hints, not only the session.
+        foreign_router: another router is in front, which hands prompts over by
+            ``kv_transfer_params`` and lets no client set them.
+        find: where to look for a session's KV when no hint names an engine.
+        redis_url: of the directory, for ``find`` ``redis``.
+        redis_password_env: environment variable with its password, empty for none.
+        redis_prefix: of all keys.
         allow_untested_vllm: act on a vLLM that is not in the table of tested versions.
         ghost_host_gb: sizes of the host tiers that mode ``observe`` simulates, in 10^9 bytes.
         trace_file: where to write the trace of what the engine saw, None for no trace.
@@ -85,6 +101,11 @@ class Settings:
     fleet_secret_file: str | None = None
     peers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     trust_hints: bool = False
+    foreign_router: bool = False
+    find: Find = Find.HINTS
+    redis_url: str = ""
+    redis_password_env: str = ""
+    redis_prefix: str = "turncache"
     allow_untested_vllm: bool = False
     ghost_host_gb: tuple[float, ...] = DEFAULT_HOST_GB
     trace_file: str | None = None
@@ -118,6 +139,12 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0
     ):
         raise ConfigError("kv_recompute_threshold", f"{threshold!r}: expected tokens from 0")
+    find = Find(read.word("find", Find.HINTS, tuple(Find)))
+    trust_hints, foreign_router = read.flag("trust_hints"), read.flag("foreign_router")
+    peers = _peers(section.get("peers", {}), keyed=secret_file is not None)
+    redis_url = _redis_url(read.text("redis_url"), find)
+    _check_who_is_in_front(trust_hints=trust_hints, foreign_router=foreign_router, find=find)
+    _check_finding(find, peers)
     return Settings(
         mode=Mode(read.word("mode", Mode.ON, tuple(Mode))),
         side=Side(read.word("side", Side.SINGLE, tuple(Side))),
@@ -132,8 +159,13 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         handover_s=read.seconds("handover_s", 30.0),
         control_address=_control_address(section, name=name, keyed=secret_file is not None),
         fleet_secret_file=secret_file,
-        peers=_peers(section.get("peers", {}), keyed=secret_file is not None),
-        trust_hints=read.flag("trust_hints"),
+        peers=peers,
+        trust_hints=trust_hints,
+        foreign_router=foreign_router,
+        find=find,
+        redis_url=redis_url,
+        redis_password_env=read.text("redis_password_env"),
+        redis_prefix=read.text("redis_prefix", "turncache"),
         allow_untested_vllm=read.flag("allow_untested_vllm"),
         ghost_host_gb=read.sizes("ghost_host_gb", DEFAULT_HOST_GB),
         trace_file=read.path("trace_file"),
@@ -166,8 +198,8 @@ class _Reader:
     def has(self, name: str, values: tuple[str, ...]) -> bool:
         return name not in self._section or self._section[name] in values
 
-    def text(self, name: str) -> str:
-        value = self._section.get(name, "")
+    def text(self, name: str, default: str = "") -> str:
+        value = self._section.get(name, default)
         if not isinstance(value, str):
             raise ConfigError(f"{SECTION}.{name}", f"{value!r}: expected text")
         return value
@@ -248,6 +280,37 @@ def _peers(value: Any, *, keyed: bool) -> Mapping[str, str]:
             raise ConfigError(setting, f"{address!r} occurs twice; every engine has its own")
         peers[str(name)] = address
     return MappingProxyType(peers)
+
+
+def _redis_url(url: str, find: Find) -> str:
+    if find is not Find.REDIS:
+        return url
+    if not url:
+        raise ConfigError(f"{SECTION}.redis_url", "missing, with find redis: redis://host:6379/0")
+    return check_redis_url(url, setting=f"{SECTION}.redis_url")
+
+
+def _check_who_is_in_front(*, trust_hints: bool, foreign_router: bool, find: Find) -> None:
+    """Refuse to trust our router and to do without it at the same time."""
+    if not trust_hints:
+        return
+    for name, on in (("foreign_router", foreign_router), ("find", find is not Find.HINTS)):
+        if on:
+            raise ConfigError(
+                f"{SECTION}.{name}",
+                "set together with trust_hints: behind our router, which names the source itself, "
+                f"leave {name} out; behind another one set trust_hints to false, because it lets "
+                "clients' hints through",
+            )
+
+
+def _check_finding(find: Find, peers: Mapping[str, str]) -> None:
+    if find is Find.PEERS and len(peers) > MAX_CANDIDATES:
+        raise ConfigError(
+            f"{SECTION}.find",
+            f"peers, of which there are {len(peers)}: each is asked about each prompt, so at most "
+            f"{MAX_CANDIDATES}; with more set find to redis",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

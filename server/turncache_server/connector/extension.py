@@ -19,7 +19,8 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 from turncache.errors import ConfigError
 from turncache.protocol import EngineHints, Mode, Reason
-from turncache_server.connector.config import EngineFacts, Settings
+from turncache_server.connector.config import EngineFacts, Find, Settings
+from turncache_server.connector.foreign import Leg
 from turncache_server.connector.pull import Pull
 from turncache_server.connector.recorder import Recorder
 from turncache_server.connector.records import CallBook, CallRecord
@@ -234,11 +235,19 @@ class Extension:
     # --- hooks, in the order in which a call meets them --------------------------------------
 
     @guarded
-    def arrived(self, request: Any) -> EngineHints | None:
-        """Admit a request; returns its hints when it belongs to a session."""
+    def arrived(self, request: Any, leg: Leg | None = None) -> EngineHints | None:
+        """Admit a request; returns its hints when it belongs to a session.
+
+        Args:
+            request: vLLM's request.
+            leg: of a hand-over that a router which is not ours has asked for.
+        """
         self._in_flight.add(request.request_id)
         self._drain()
         hints = self.hints_of(request)
+        if leg is not None:
+            returns = self.settings.find is not Find.HINTS
+            hints = leg.hinted(hints, request.request_id, returns=returns)
         if self._recording is not None:
             self._recording.arrived(request, hints, self._clock())
         if hints is None:
@@ -388,8 +397,14 @@ class Extension:
         self._drain()
 
     @guarded
-    def finished(self, request: Any, block_ids: list[int], pull: Pull | None) -> None:
-        """Keep an answered call's blocks wanted; called before vLLM frees them."""
+    def finished(
+        self, request: Any, block_ids: list[int], pull: Pull | None
+    ) -> tuple[str, float] | None:
+        """Keep an answered call's blocks wanted; called before vLLM frees them.
+
+        Returns:
+            The session and for how many seconds it is kept, None when nothing is.
+        """
         self._in_flight.discard(request.request_id)
         unproven = self._unproven.ended(request.request_id, block_ids) and self.acting
         if unproven:
@@ -399,18 +414,25 @@ class Extension:
             self._write_down(request, block_ids, None, None)
             if self.mode is not Mode.OFF:
                 self.table.ordinary(len(block_ids), now_s=self._clock())
-            return
+            return None
         record = call.record or call.recorded(pull)
         self.book.finish(call.hints.request, record)
         self._write_down(request, block_ids, call.hints, record)
         if call.admission is None or self.mode is Mode.OFF:
-            return
-        if request.status in self._answered:
-            # Nobody finds what has left the prefix cache: its hashes are remembered, no more.
-            hints = replace(call.hints, retain_s=0.0, handover=False) if unproven else call.hints
-            self._apply(self._keep(hints, call.admission, request, block_ids))
-        else:
+            return None
+        if request.status not in self._answered:
             self._apply(self.table.cancel(call.admission, now_s=self._clock()))
+            return None
+        # Nobody finds what has left the prefix cache: its hashes are remembered, no more.
+        hints = replace(call.hints, retain_s=0.0, handover=False) if unproven else call.hints
+        self._apply(self._keep(hints, call.admission, request, block_ids))
+        return self._kept(hints)
+
+    def _kept(self, hints: EngineHints) -> tuple[str, float] | None:
+        retain_s = self.settings.retain_default_s if hints.retain_s is None else hints.retain_s
+        if hints.final or retain_s <= 0 or not self.acting:
+            return None
+        return hints.session, min(retain_s, self.settings.retain_max_s)
 
     def _write_down(
         self,

@@ -74,6 +74,13 @@ COUNTER_METRICS: Final = (
         keys={"verified": "pulls_verified", "failed": "pulls_failed", **_by_reason("pulls")},
     ),
     Metric(
+        name="turncache_finds",
+        text="Searches for a session's KV where no hint named an engine, by how they ended.",
+        good="failed 0; nothing is normal for a session's first call",
+        label="result",
+        keys={result: f"finds_{result}" for result in ("found", "nothing", "failed")},
+    ),
+    Metric(
         name="turncache_pulled_blocks",
         text="Blocks whose content was taken from a peer and confirmed.",
         good="grows with every return",

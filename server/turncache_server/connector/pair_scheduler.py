@@ -25,21 +25,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     NixlPullConnectorScheduler,
 )
 
-from turncache.protocol import Mode, Reason
-from turncache_server.connector import _compat
+from turncache.errors import ConfigError
+from turncache.protocol import EngineHints, Mode, Reason
+from turncache_server.connector import _compat, foreign
 from turncache_server.connector.config import (
     DEFAULT_RECOMPUTE_THRESHOLD,
+    SECTION,
+    Find,
     Settings,
     Side,
     engine_facts,
 )
 from turncache_server.connector.costs import PullCosts, prefill_work
 from turncache_server.connector.extension import Extension
+from turncache_server.connector.finding import AllPeers, Directory, Finder
 from turncache_server.connector.fingerprint import engine_fingerprint
 from turncache_server.connector.metrics import Reporter, TurncacheStats
 from turncache_server.connector.observing import Observer
-from turncache_server.connector.peers import PeerBook, PeerState
+from turncache_server.connector.peers import Peer, PeerBook, PeerState
 from turncache_server.connector.pull import Pull, PullBook, Read
+from turncache_server.connector.redis_directory import TIMEOUT_S, RedisDirectory
 from turncache_server.connector.service import Service, fleet_keys, open_control
 from turncache_server.connector.versions import settings_for
 from turncache_server.connector.worker import (
@@ -49,7 +54,10 @@ from turncache_server.connector.worker import (
     TurncacheMetadata,
     WorkerReport,
 )
+from turncache_server.control.keys import FleetKeys
 from turncache_server.cost_profile import load_profile
+from turncache_server.redis_link import open_redis
+from turncache_server.variables import secret_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +133,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         settings: Settings,
         *,
         peers: PeerBook | None = None,
+        directory: Directory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -149,6 +158,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._settings = settings
         self._facts = facts
         keys = fleet_keys(settings)
+        self._directory = directory or self._make_directory(keys)
         if peers is None:
             peers = PeerBook(
                 settings.peers, self._fingerprint, ask_timeout_s=ASK_TIMEOUT_S, keys=keys
@@ -167,7 +177,11 @@ class PairScheduler(NixlPullConnectorScheduler):
             threshold_tokens=DEFAULT_RECOMPUTE_THRESHOLD if threshold is None else threshold,
             timeout_s=settings.pull_timeout_s,
             costs=self._costs,
+            finder=None if self._directory is None else Finder(self._directory, peers),
         )
+        self.extension.count_also(self._find_counts)
+        # Prefill legs of a router that is not ours: their answers name this engine.
+        self._to_name: set[str] = set()
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
         self._processed_at_s = 0.0
         self._abandoned: dict[ReadKey, _Abandoned] = {}
@@ -189,6 +203,34 @@ class PairScheduler(NixlPullConnectorScheduler):
         )
         self._control = open_control(self.extension, service, keys)
 
+    def _make_directory(self, keys: FleetKeys | None) -> Directory | None:
+        settings = self._settings
+        if settings.find is Find.PEERS:
+            return AllPeers(settings.peers)
+        if settings.find is Find.HINTS:
+            return None
+        if not settings.name:
+            raise ConfigError(
+                f"{SECTION}.name", "missing, with find redis: it is what the directory keeps"
+            )
+        variable = settings.redis_password_env
+        redis = open_redis(
+            settings.redis_url,
+            password=secret_of(f"{SECTION}.redis_password_env", variable, "Redis' password"),
+            timeout_s=TIMEOUT_S,
+            asynchronous=False,
+            setting=f"{SECTION}.find",
+            install="in the engine's environment, pip install 'turncache[engine,redis]'",
+        )
+        directory = RedisDirectory(
+            redis,
+            name=settings.name,
+            prefix=settings.redis_prefix,
+            key=b"" if keys is None else keys.names,
+        )
+        self.extension.count_also(directory.counters)
+        return directory
+
     def bind(self, pool: Any) -> None:
         """Take the pool over, start answering and start asking."""
         self._pool = pool
@@ -199,6 +241,9 @@ class PairScheduler(NixlPullConnectorScheduler):
 
     def shutdown(self) -> None:
         """Close sockets and threads."""
+        if self._directory is not None:
+            # Before the peers, whom its answers have asked.
+            self._directory.close()
         self._peers.close()
         if self._control is not None:
             self._control.close()
@@ -215,6 +260,10 @@ class PairScheduler(NixlPullConnectorScheduler):
             "abandoned_blocks": float(self._num_withheld),
             "pulls_in_flight": float(len(self._pulls)),
         }
+
+    def _find_counts(self) -> dict[str, float]:
+        counts = list(self._pulls.finds.items())
+        return {f"finds_{how}": float(count) for how, count in counts}
 
     def report(self) -> TurncacheStats | None:
         """Return what vLLM is to carry to its ``/metrics``; None while it is not yet time."""
@@ -234,24 +283,60 @@ class PairScheduler(NixlPullConnectorScheduler):
         """Admit a request, and peek at the engine that its hints name."""
         # Whatever a client sends here could steer NIXL: it is dropped before vLLM reads it.
         params, request.kv_transfer_params = request.kv_transfer_params, None
-        hints = self.extension.arrived(request)
+        leg = foreign.leg_of(params) if self._settings.foreign_router else None
+        hints = self.extension.arrived(request, leg)
         if hints is None and self.extension.broken is not None:
             # Off for good it reads nothing any more; a prompt is handed over all the same.
             hints = self.extension.hints_of(request)
-        if hints is not None and hints.stock and isinstance(params, dict):
+        if leg is not None:
+            params = self._stock_params(leg)
+        elif hints is None or not hints.stock:
+            params = None
+        if isinstance(params, dict):
             self._stock[request.request_id] = 0
             self.totals["stock_handovers"] += 1
             request.kv_transfer_params = params
             super().on_new_request(request)
             return
-        if hints is None or hints.source is None:
+        if hints is None:
             return
-        reason = self._start_pull(request, hints.session, hints.source)
+        if leg is not None and leg.is_prefill:
+            self._to_name.add(request.request_id)
+        reason = self._start_pull(request, hints, leg)
         if reason is not None:
             self.totals[f"pulls_{reason.value}"] += 1
             self.extension.refused_pull(request.request_id, reason)
 
-    def _start_pull(self, request: Any, session: str, source: str) -> Reason | None:
+    def _stock_params(self, leg: foreign.Leg) -> dict[str, Any] | None:
+        """Return what vLLM's own logic is to be given for a leg, None where we pull.
+
+        While we do, no block is taken by its number: not every router replaces what a client
+        has sent by what prefill has answered, and a number says nothing of content. And what
+        names an address leads to a peer's or nowhere.
+        """
+        if leg.stock is None or (self.extension.acting and not self._facts.unsupported_pull):
+            return None
+        if not leg.is_prefill:
+            peer = self._peer_with(leg.engine_id)
+            hello = None if peer is None else peer.hello
+            place = leg.stock["remote_host"], leg.stock["remote_port"]
+            if hello is None or place != (hello.nixl_host, hello.nixl_port):
+                return None
+        return dict(leg.stock)
+
+    def _start_pull(
+        self, request: Any, hints: EngineHints, leg: foreign.Leg | None
+    ) -> Reason | None:
+        source = hints.source
+        if leg is not None and not leg.is_prefill:
+            peer = self._peer_with(leg.engine_id)
+            if peer is None:
+                # It may have been started anew since its last hello.
+                self._peers.hurry()
+                return Reason.SOURCE_UNKNOWN
+            source = peer.name
+        if source is None and self._directory is None:
+            return None
         if not self.extension.acting:
             return Reason.DISABLED
         if (
@@ -268,7 +353,17 @@ class PairScheduler(NixlPullConnectorScheduler):
             return Reason.OVER_BUDGET
         full = (request.num_prompt_tokens - 1) // self._facts.block_size
         hashes = [bytes(chain_hash) for chain_hash in request.block_hashes[:full]]
-        return self._pulls.start(request.request_id, session, source, hashes, self._clock())
+        now_s = self._clock()
+        if source is None:
+            return self._pulls.search(request.request_id, hints.session, hashes, now_s)
+        return self._pulls.start(request.request_id, hints.session, source, hashes, now_s)
+
+    def _peer_with(self, engine_id: str) -> Peer | None:
+        """Return the peer whose NIXL id this is, None for a stranger's."""
+        for peer in self._peers.all():
+            if peer.hello is not None and peer.hello.engine_id == engine_id:
+                return peer
+        return None
 
     def _over_cap(self) -> bool:
         return self._num_withheld > ABANDONED_SHARE * self._facts.num_blocks
@@ -466,8 +561,14 @@ class PairScheduler(NixlPullConnectorScheduler):
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Keep the call's blocks wanted; only a stock hand-over delays their freeing."""
         pull = self._pulls.ended(request.request_id)
-        self.extension.finished(request, list(block_ids[0]), pull)
+        kept = self.extension.finished(request, list(block_ids[0]), pull)
         self._reporter.hurry(last=self.extension.idle)
+        if kept is not None and self._directory is not None:
+            self._directory.keeps(*kept)
+        if request.request_id in self._to_name:
+            self._to_name.discard(request.request_id)
+            if request.status in _compat.ANSWERED:
+                return False, foreign.answer(self._facts.engine_id)
         if request.request_id not in self._stock:
             return False, None
         del self._stock[request.request_id]

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S: Final = 1.0
 _FIRST_HELLO_EVERY_S: Final = 0.5
 _HELLO_EVERY_S: Final = 5.0
+_FEWEST_THREADS: Final = 4
+_MOST_THREADS: Final = 16
 
 
 class PeerState(enum.StrEnum):
@@ -89,7 +91,9 @@ class PeerBook:
         # Every question carries the name that is expected at its address.
         self._client = ControlClient(keys, names={address: name for name, address in peers.items()})
         self._refused: Counter[str] = Counter(dict.fromkeys(INCOMPATIBLE_CODES, 0))
-        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="turncache-ask")
+        # Where all peers are asked at once, those that do not answer must leave threads for others.
+        workers = min(_MOST_THREADS, max(_FEWEST_THREADS, 2 * len(peers)))
+        self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="turncache-ask")
         self._records = {
             name: Peer(name=name, control_address=address) for name, address in peers.items()
         }

@@ -2,10 +2,17 @@
 
 States of one pull, all changed by the engine thread::
 
-    PEEKING ──answer──► OFFERED ──blocks allocated──► READING ──all ranks done──► VERIFYING
-       │                   │                             │                          │
-       └── no use ──►  CLOSED  ◄── failed, abandoned ────┘        yes: handed back ◄─┤
-                                                                  no:  FAILING ◄─────┘
+    FINDING ──candidates──┐
+       │                  ▼
+       │               PEEKING ──answer──► OFFERED ──blocks allocated──► READING
+       │                  │                   │                             │
+       │                  │                   │              failed,        ├─all ranks done─►
+       └─────no use───────┴───► CLOSED ◄──────┴──────────abandoned──────────┘       VERIFYING
+                                  ▲                                                     │
+                                  └─────────────────── yes: handed back, no: FAILING ◄──┘
+
+A call whose hints name its source begins with PEEKING, one whose source has to be found with
+FINDING. Several candidates are peeked at once; the one that holds most is read from.
 
 A request becomes ours in :meth:`PullBook.allocated` with external tokens above 0, never
 before, and stays ours until its id has been handed back to the scheduler, aborts
@@ -21,6 +28,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -29,6 +37,7 @@ from typing import Any, Final
 from turncache.errors import EngineFault
 from turncache.protocol import Reason
 from turncache_server.connector.costs import PullCosts
+from turncache_server.connector.finding import Ask, Finder, Found
 from turncache_server.connector.peers import Peer, PeerBook, PeerState
 from turncache_server.control.messages import MAX_HASHES, PeekReply, Verify, VerifyReply
 
@@ -43,11 +52,16 @@ PEER_REST_S: Final = 2.0
 #: Longest wait for a peek from the first look. Each question has its own deadline, but
 #: behind many others it may be asked late.
 PEEK_WAIT_S: Final = 1.0
+#: How much longer than the first candidate that holds something the others may take to answer.
+GRACE_S: Final = 0.02
+#: Whom a pull reads from before that is known.
+NOBODY: Final = Peer(name="", control_address="")
 
 
 class PullState(enum.Enum):
     """Where a pull stands."""
 
+    FINDING = enum.auto()
     PEEKING = enum.auto()
     OFFERED = enum.auto()
     READING = enum.auto()
@@ -61,6 +75,10 @@ class Pull:
     """One request's pull.
 
     Attributes:
+        peer: whom it reads from; of several candidates the first, until one was chosen.
+        found: the search for candidates, None where the hints name the source.
+        asks: the peeks under way.
+        useful_at_s: when the first candidate that holds something was seen to have answered.
         blocks: destination blocks of the read, in prompt order.
         local_blocks: blocks found in the own cache, before the destination blocks.
         block_map: the own prefix-cache map when the read began; another one at the end
@@ -74,7 +92,9 @@ class Pull:
     peer: Peer
     hashes: list[bytes]
     state: PullState
-    peek: Future[PeekReply] | None = None
+    found: Future[Found] | None = None
+    asks: tuple[Ask, ...] = ()
+    useful_at_s: float | None = None
     asked_at_s: float = 0.0
     first_look_s: float | None = None
     offered_at_s: float | None = None
@@ -142,6 +162,10 @@ class PullBook:
         timeout_s: longest time from the first look to the end of the read, None to derive
             it from what was measured.
         costs: what computing and pulling cost; what computing is quicker for is not pulled.
+        finder: looks for a source where the hints name none, None to look for none.
+
+    Attributes:
+        finds: how many searches have ended how: ``found``, ``nothing`` or ``failed``.
     """
 
     def __init__(
@@ -152,7 +176,12 @@ class PullBook:
         threshold_tokens: int,
         timeout_s: float | None,
         costs: PullCosts,
+        finder: Finder | None = None,
     ) -> None:
+        self.finds: Counter[str] = Counter(found=0, nothing=0, failed=0)
+        self._finder = finder
+        # Of candidates that were not waited for: whoever fails later rests as well.
+        self._left_behind: list[Ask] = []
         self._peers = peers
         self._block_size = block_size
         self._threshold_tokens = threshold_tokens
@@ -192,6 +221,7 @@ class PullBook:
         Returns:
             Why there is no pull, None when the peek is on its way.
         """
+        self._look_behind(now_s)
         peer = self._peers.get(source)
         if peer is None:
             return Reason.SOURCE_UNKNOWN
@@ -208,8 +238,33 @@ class PullBook:
             hashes=hashes[:MAX_HASHES],
             state=PullState.PEEKING,
         )
-        self._ask(pull, now_s)
+        self._ask(pull, (peer,), now_s)
         self._pulls[request_id] = pull
+        return None
+
+    def search(
+        self, request_id: str, session: str, hashes: list[bytes], now_s: float
+    ) -> Reason | None:
+        """Look for a source for a request that has just arrived and names none.
+
+        Returns:
+            Why there is no pull, None when the search is on its way or there is none to make.
+        """
+        if self._finder is None:
+            return None
+        self._look_behind(now_s)
+        if not hashes:
+            return Reason.BELOW_THRESHOLD
+        hashes = hashes[:MAX_HASHES]
+        self._pulls[request_id] = Pull(
+            request_id=request_id,
+            session=session,
+            peer=NOBODY,
+            hashes=hashes,
+            state=PullState.FINDING,
+            found=self._finder.find(session, hashes),
+            asked_at_s=now_s,
+        )
         return None
 
     def look(self, request_id: str, local_tokens: int, now_s: float) -> int | None:
@@ -226,26 +281,81 @@ class PullBook:
             return 0
         if pull.state is PullState.CLOSED and not self._reopen(pull, now_s):
             return 0
+        first = pull.first_look_s is None
         if pull.first_look_s is None:
             pull.first_look_s = now_s
-            if now_s - pull.asked_at_s > PEEK_AGE_S:
-                self._ask(pull, now_s)
         waited_s = now_s - pull.first_look_s
-        if pull.state is PullState.PEEKING and self._still_asking(pull, waited_s, now_s):
+        if pull.state is PullState.FINDING and self._still_finding(pull, waited_s, now_s):
             return None
+        if pull.state is PullState.PEEKING:
+            if first and now_s - pull.asked_at_s > PEEK_AGE_S:
+                self._ask(pull, tuple(ask.peer for ask in pull.asks), now_s)
+            if self._still_asking(pull, waited_s, now_s):
+                return None
         return self._offer(pull, local_tokens, now_s)
 
-    def _still_asking(self, pull: Pull, waited_s: float, now_s: float) -> bool:
-        """Take the peek's answer when there is one, and say whether to wait on."""
-        if pull.peek is None or pull.peek.done():
-            self._take_answer(pull, now_s)
+    def _still_finding(self, pull: Pull, waited_s: float, now_s: float) -> bool:
+        """Take the candidates when there are some, and say whether to wait on."""
+        if pull.found is None or pull.found.done():
+            self._take_found(pull, now_s)
             return False
-        # Behind a peer that has just failed others nobody waits any longer.
-        if waited_s < PEEK_WAIT_S and not self._rests(pull.peer, now_s):
+        if waited_s < PEEK_WAIT_S:
             return True
-        self._cancel_peek(pull)
-        self._refuse(pull, Reason.TIMEOUT)
+        self._cancel(pull)
+        self._not_found(pull, Reason.SOURCE_UNKNOWN)
         return False
+
+    def _take_found(self, pull: Pull, now_s: float) -> None:
+        try:
+            found = Found() if pull.found is None else pull.found.result(timeout=0)
+        except CancelledError:
+            found = Found(reason=Reason.SOURCE_UNKNOWN)
+        rested = tuple(ask for ask in found.asks if self._rests(ask.peer, now_s))
+        for ask in rested:
+            self._leave(ask)
+        pull.asks = tuple(ask for ask in found.asks if ask not in rested)
+        if pull.asks:
+            pull.peer = pull.asks[0].peer
+            pull.state = PullState.PEEKING
+        else:
+            self._not_found(pull, Reason.SOURCE_GONE if rested else found.reason)
+
+    def _not_found(self, pull: Pull, reason: Reason | None) -> None:
+        """End a search without a source; of no ``reason`` when nobody is known to have any."""
+        self.finds["nothing" if reason is None else "failed"] += 1
+        pull.attempts = MAX_ATTEMPTS
+        pull.reason = reason
+        pull.state = PullState.CLOSED
+
+    def _still_asking(self, pull: Pull, waited_s: float, now_s: float) -> bool:
+        """Take the peeks' answers when there is one, and say whether to wait on."""
+        waiting = [ask for ask in pull.asks if not ask.reply.done()]
+        # Behind a peer that has just failed others nobody waits any longer.
+        hopeful = any(not self._rests(ask.peer, now_s) for ask in waiting)
+        if hopeful and waited_s < PEEK_WAIT_S and not self._is_enough(pull, now_s):
+            return True
+        if pull.asks and len(waiting) == len(pull.asks):
+            self._cancel(pull)
+            self._refuse(pull, Reason.TIMEOUT)
+        else:
+            self._take_answers(pull, now_s)
+        self._count_search(pull)
+        return False
+
+    def _is_enough(self, pull: Pull, now_s: float) -> bool:
+        """Whether a candidate holds something and the others have had their grace."""
+        if pull.useful_at_s is None and any(_is_useful(ask.reply) for ask in pull.asks):
+            pull.useful_at_s = now_s
+        return pull.useful_at_s is not None and now_s - pull.useful_at_s >= GRACE_S
+
+    def _count_search(self, pull: Pull) -> None:
+        if pull.found is None:
+            return
+        pull.found = None  # what comes later is no search
+        if pull.answer is None:
+            self.finds["failed"] += 1
+        else:
+            self.finds["found" if pull.answer.block_ids else "nothing"] += 1
 
     def _offer(self, pull: Pull, local_tokens: int, now_s: float) -> int:
         if pull.state is not PullState.OFFERED or pull.answer is None:
@@ -461,15 +571,15 @@ class PullBook:
         if pull.state in (PullState.READING, PullState.VERIFYING, PullState.FAILING):
             pull.aborted = True
         else:
-            self._cancel_peek(pull)
+            self._cancel(pull)
             del self._pulls[request_id]
         return pull
 
     def give_up(self) -> None:
         """Offer nothing any more; what is being read runs to its end (mode off)."""
         for pull in list(self._pulls.values()):
-            if pull.state in (PullState.PEEKING, PullState.OFFERED):
-                self._cancel_peek(pull)
+            if pull.state in (PullState.FINDING, PullState.PEEKING, PullState.OFFERED):
+                self._cancel(pull)
                 pull.reason = Reason.DISABLED
                 pull.attempts = MAX_ATTEMPTS
                 pull.state = PullState.CLOSED
@@ -482,42 +592,56 @@ class PullBook:
     def _rest(self, peer: Peer, now_s: float) -> None:
         self._rest_until_s[peer.name] = now_s + PEER_REST_S
 
-    def _ask(self, pull: Pull, now_s: float) -> None:
-        self._cancel_peek(pull)
-        pull.peek = self._peers.peek(pull.peer, pull.session, pull.hashes)
+    def _ask(self, pull: Pull, peers: tuple[Peer, ...], now_s: float) -> None:
+        self._cancel_peeks(pull)
+        pull.asks = tuple(
+            Ask(peer, self._peers.peek(peer, pull.session, pull.hashes)) for peer in peers
+        )
         pull.asked_at_s = now_s
-        pull.offered_at_s = None
+        pull.offered_at_s = pull.useful_at_s = None
         pull.answer = None
         pull.state = PullState.PEEKING
 
-    def _take_answer(self, pull: Pull, now_s: float) -> None:
-        """Turn the peek's answer into an offer, or close the pull with a reason."""
-        answer = self._answer(pull, now_s)
-        if answer is None:
+    def _take_answers(self, pull: Pull, now_s: float) -> None:
+        """Turn the best answer into an offer, or close the pull with a reason."""
+        asks, pull.asks = pull.asks, ()
+        best: tuple[Ask, PeekReply] | None = None
+        known = 0
+        for ask in asks:
+            if not ask.reply.done():
+                self._leave(ask)
+                continue
+            answer = self._answer(ask, len(pull.hashes), now_s)
+            if answer is None:
+                self._peers.hurry()
+                continue
+            known = max(known, answer.known)
+            if best is None or len(answer.block_ids) > len(best[1].block_ids):
+                best = ask, answer
+        if best is None:
             self._refuse(pull, Reason.SOURCE_GONE)
-            self._peers.hurry()
             return
-        pull.known_blocks = answer.known
-        pull.answer = answer
+        pull.peer, pull.answer = best[0].peer, best[1]
+        pull.known_blocks = known
         pull.state = PullState.OFFERED
-        if not answer.block_ids and answer.known:
+        if not pull.answer.block_ids and known:
             pull.reason = Reason.EVICTED
 
-    def _answer(self, pull: Pull, now_s: float) -> PeekReply | None:
-        hello = pull.peer.hello
-        if pull.peek is None or hello is None:
+    def _answer(self, ask: Ask, num_hashes: int, now_s: float) -> PeekReply | None:
+        hello = ask.peer.hello
+        if hello is None:
             return None
         try:
-            answer = pull.peek.result(timeout=0)
+            answer = ask.reply.result(timeout=0)
         except (EngineFault, CancelledError) as error:
             logger.warning("turncache: peek failed, recomputing: %s", error)
-            self._rest(pull.peer, now_s)
+            self._rest(ask.peer, now_s)
             return None
-        if not len(answer.block_ids) == len(answer.epochs) <= len(pull.hashes):
+        if not len(answer.block_ids) == len(answer.epochs) <= num_hashes:
             logger.error(
                 "turncache: peer %s answered a peek of %d hashes with %d blocks and %d epochs",
-                pull.peer.name,
-                len(pull.hashes),
+                ask.peer.name,
+                num_hashes,
                 len(answer.block_ids),
                 len(answer.epochs),
             )
@@ -526,6 +650,18 @@ class PullBook:
             # Restarted or reset since its digests were compared: a new hello first.
             return None
         return answer
+
+    def _leave(self, ask: Ask) -> None:
+        """Wait for a candidate no longer, but hear whether it fails."""
+        if not ask.reply.cancel():
+            self._left_behind.append(ask)
+
+    def _look_behind(self, now_s: float) -> None:
+        """Let candidates that have failed after all rest: they hold threads up meanwhile."""
+        for ask in [ask for ask in self._left_behind if ask.reply.done()]:
+            self._left_behind.remove(ask)
+            if not ask.reply.cancelled() and ask.reply.exception(timeout=0) is not None:
+                self._rest(ask.peer, now_s)
 
     def _refuse(self, pull: Pull, reason: Reason) -> None:
         pull.reason = reason
@@ -544,7 +680,7 @@ class PullBook:
         pull.first_look_s = now_s
         pull.returned_blocks = 0
         pull.reason = None
-        self._ask(pull, now_s)
+        self._ask(pull, (fresh,), now_s)
         return True
 
     def _close(self, pull: Pull) -> None:
@@ -553,11 +689,25 @@ class PullBook:
         if pull.aborted:
             self._pulls.pop(pull.request_id, None)
 
-    @staticmethod
-    def _cancel_peek(pull: Pull) -> None:
-        if pull.peek is not None:
-            pull.peek.cancel()
-            pull.peek = None
+    def _cancel(self, pull: Pull) -> None:
+        """End the search and the peeks."""
+        found = pull.found
+        # Of a search that is just sending its peeks off nobody hears any more.
+        if found is not None and not found.cancel() and pull.state is PullState.FINDING:
+            pull.asks = found.result(timeout=0).asks if found.done() else ()
+        self._cancel_peeks(pull)
+
+    def _cancel_peeks(self, pull: Pull) -> None:
+        for ask in pull.asks:
+            self._leave(ask)
+        pull.asks = ()
+
+
+def _is_useful(reply: Future[PeekReply]) -> bool:
+    """Whether a candidate has answered that it holds something."""
+    if not reply.done() or reply.cancelled() or reply.exception(timeout=0) is not None:
+        return False
+    return bool(reply.result(timeout=0).block_ids)
 
 
 def _question(pull: Pull) -> Verify:

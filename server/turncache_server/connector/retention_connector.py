@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from turncache.errors import ConfigError
 from turncache_server.connector import _compat
-from turncache_server.connector.config import engine_facts, parse_settings
+from turncache_server.connector.config import SECTION, Find, engine_facts, parse_settings
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.metrics import Reporter, TurncacheMetrics, TurncacheStats
 from turncache_server.connector.observing import Observer
@@ -45,6 +45,13 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
                 "kv_role",
                 f"{transfer.kv_role!r}: RetentionConnector loads nothing and runs as "
                 "'kv_producer'; any other role changes how vLLM frees blocks",
+            )
+        if settings.foreign_router or settings.find is not Find.HINTS:
+            name = "foreign_router" if settings.foreign_router else "find"
+            raise ConfigError(
+                f"{SECTION}.{name}",
+                "set for RetentionConnector, which moves nothing between engines: leave it out, "
+                "or use TurncacheConnector",
             )
         self._extension: Extension | None = None
         self._control: ControlServer | None = None

@@ -33,12 +33,17 @@ _HOW: Final = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetKeys:
-    """Key pairs of one fleet, in Z85; the secret halves are never shown."""
+    """Key pairs of one fleet, in Z85; the secret halves are never shown.
+
+    Attributes:
+        names: hides what others could guess, such as session ids: the key of a keyed hash.
+    """
 
     server_public: bytes
     server_secret: bytes = field(repr=False)
     client_public: bytes
     client_secret: bytes = field(repr=False)
+    names: bytes = field(repr=False)
 
     @property
     def digest(self) -> str:
@@ -64,12 +69,13 @@ class FleetKeys:
 def derive_keys(secret: bytes) -> FleetKeys:
     """Derive both key pairs from a secret."""
     extracted = hmac.digest(_SALT, secret, "sha256")
-    server, client = (_expand(extracted, purpose) for purpose in (b"server", b"client"))
+    server, client, names = (_expand(extracted, for_) for for_ in (b"server", b"client", b"names"))
     return FleetKeys(
         server_public=zmq.curve_public(server),
         server_secret=server,
         client_public=zmq.curve_public(client),
         client_secret=client,
+        names=names,
     )
 
 

@@ -17,6 +17,8 @@ SECTION: Final = "turncache"
 _EXTRA: Final = "kv_connector_extra_config"
 #: Settings that vLLM's NIXL connector reads itself, and ours with it.
 _VLLM_SETTINGS: Final = frozenset({"kv_recompute_threshold"})
+#: Settings for engines behind a router that is not ours.
+_ANOTHER_ROUTER: Final = frozenset({"foreign_router", "find"})
 #: Stock returns: our verified pull takes their place.
 _STOCK_RETURN_KEYS: Final = frozenset({"bidirectional_kv_xfer", "decoder_kv_blocks_ttl"})
 
@@ -61,7 +63,7 @@ def transfer_config(
         "control_address": control[name],
         **({"fleet_secret_file": str(spec.fleet_secret_file)} if spec.fleet_secret_file else {}),
         # Hints beyond the session count only where our own router has written them.
-        "trust_hints": spec.has_router,
+        "trust_hints": spec.has_router and not _ANOTHER_ROUTER & spec.settings.keys(),
         **({"peers": _peers(spec, side, control)} if spec.is_pair else {}),
     }
     extra = settings_as_extra(spec.settings)

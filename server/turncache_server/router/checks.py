@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from turncache_server.router.config import RouterConfig, secret_of
+from turncache_server.router.config import RouterConfig
 from turncache_server.router.plan import Side
 from turncache_server.router.shared import shared_waits
 from turncache_server.router.tls import ServerCertificate, engines_trust
+from turncache_server.variables import secret_of
 
 #: Settings that say something of prefill and decode.
 _OF_PAIRS: Final = (

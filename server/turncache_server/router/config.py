@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import math
-import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from turncache.errors import ConfigError, ProtocolError
 from turncache.protocol import check_session_id
 from turncache_server.control.addresses import check_address
 from turncache_server.control.keys import FleetKeys, read_fleet_keys
+from turncache_server.redis_link import check_redis_url
 from turncache_server.router.plan import Side
 
 _MIB: Final = 1024 * 1024
@@ -170,7 +170,7 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
     if bool(values.get("tls_cert_file")) is not bool(values.get("tls_key_file")):
         raise ConfigError("tls_key_file", "certificate and key belong together; set both")
     if url := values.get("redis_url"):
-        _check_redis(url)
+        check_redis_url(url)
     keyed = bool(values.get("fleet_secret_file"))
     sources = ("engines_file", "kubernetes_selector")
     given = [name for name in sources if values.get(name)]
@@ -320,50 +320,6 @@ def _engine(index: int, item: object, *, keyed: bool) -> EngineConfig:
         if control is None
         else check_address(control, setting=prefix + "control", keyed=keyed),
     )
-
-
-def secret_of(setting: str, variable: str, what: str) -> str | None:
-    """Return what an environment variable holds, None when the setting names none.
-
-    Args:
-        setting: name of the setting.
-        variable: its value: the name of the variable.
-        what: is in it, for the error.
-
-    Raises:
-        ConfigError: there is no such variable, or nothing is in it.
-    """
-    if not variable:
-        return None
-    secret = os.environ.get(variable)
-    if not secret:
-        raise ConfigError(
-            setting,
-            f"the environment has no variable {variable!r}; set it to {what}, or leave the "
-            "setting empty",
-        )
-    return secret
-
-
-def _check_redis(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        # Of a socket the path is the place; and settings are shown, so they hold no password.
-        place = parts.path if parts.scheme == "unix" else parts.hostname and parts.port != 0
-        secret = parts.password is not None or "password" in parse_qs(
-            parts.query, keep_blank_values=True
-        )
-        legal = parts.scheme in ("redis", "rediss", "unix") and bool(place) and not secret
-    except ValueError:
-        legal = False
-    if not legal:
-        # A password may stand before the last @, or anywhere behind a question mark.
-        shown = url.partition(":")[0] if "?" in url else url.rpartition("@")[2]
-        raise ConfigError(
-            "redis_url",
-            f"{shown!r}: expected redis://host:6379/0, rediss:// or unix:///path, "
-            "without a password: redis_password_env names the variable that holds it",
-        )
 
 
 def _url(setting: str, text: str) -> str:

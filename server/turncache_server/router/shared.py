@@ -21,12 +21,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from turncache.errors import ConfigError
 from turncache.protocol import MAX_RETAIN_S, tool_key
+from turncache_server.redis_link import open_redis
 from turncache_server.router.background import tell_failure
-from turncache_server.router.config import RouterConfig, secret_of
+from turncache_server.router.config import RouterConfig
 from turncache_server.router.events import CallStarted, Event, Events, WaitEnded, WaitsExchanged
 from turncache_server.router.forecast import MAX_TENANTS
+from turncache_server.variables import secret_of
 
 #: Part of every key: a format that an older router would misread gets another number.
 FORMAT: Final = 1
@@ -264,29 +265,12 @@ def shared_waits(config: RouterConfig, learn: Learn) -> SharedWaits | None:
     """
     if not config.redis_url:
         return None
-    try:
-        from redis.asyncio import Redis  # noqa: PLC0415 - an extra, and slow to import
-        from redis.asyncio.retry import Retry  # noqa: PLC0415
-        from redis.backoff import NoBackoff  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            "redis_url", "needs the package redis: pip install 'turncache[redis]'"
-        ) from error
-    password = secret_of("redis_password_env", config.redis_password_env, "Redis' password")
-    try:
-        redis: Any = Redis.from_url(
-            config.redis_url,
-            password=password,
-            socket_timeout=config.redis_timeout_s,
-            socket_connect_timeout=config.redis_timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            decode_responses=True,
-            encoding_errors="replace",
-            protocol=2,
-        )
-        redis.connection_pool.make_connection()
-    except (ValueError, TypeError) as error:
-        raise ConfigError("redis_url", f"cannot be used: {error}") from error
+    redis = open_redis(
+        config.redis_url,
+        password=secret_of("redis_password_env", config.redis_password_env, "Redis' password"),
+        timeout_s=config.redis_timeout_s,
+        asynchronous=True,
+    )
     return SharedWaits(redis, learn, prefix=config.redis_prefix, timeout_s=config.redis_timeout_s)
 
 

@@ -16,6 +16,7 @@ from turncache.errors import ConfigError
 from turncache.protocol import Mode
 from turncache_server.connector import config
 from turncache_server.connector.config import (
+    Find,
     Settings,
     Side,
     engine_facts,
@@ -51,7 +52,12 @@ def test_every_setting_is_read() -> None:
         "control_address": "tcp://127.0.0.1:5800",
         "fleet_secret_file": "/run/secrets/fleet",
         "peers": {"decode-0": "tcp://127.0.0.1:5801"},
-        "trust_hints": True,
+        "trust_hints": False,
+        "foreign_router": True,
+        "find": "redis",
+        "redis_url": "rediss://reader@redis:6380/2",
+        "redis_password_env": "REDIS_PASSWORD",
+        "redis_prefix": "blue",
         "allow_untested_vllm": True,
         "ghost_host_gb": [500, 80.5],
         "trace_file": "/var/log/trace.jsonl",
@@ -74,7 +80,12 @@ def test_every_setting_is_read() -> None:
         control_address="tcp://127.0.0.1:5800",
         fleet_secret_file="/run/secrets/fleet",
         peers={"decode-0": "tcp://127.0.0.1:5801"},
-        trust_hints=True,
+        trust_hints=False,
+        foreign_router=True,
+        find=Find.REDIS,
+        redis_url="rediss://reader@redis:6380/2",
+        redis_password_env="REDIS_PASSWORD",
+        redis_prefix="blue",
         allow_untested_vllm=True,
         ghost_host_gb=(80.5, 500.0),
         trace_file="/var/log/trace.jsonl",
@@ -83,6 +94,11 @@ def test_every_setting_is_read() -> None:
         recompute_threshold=0,
     )
     assert set(section) == {f for f in Settings.__slots__ if f != "recompute_threshold"}
+
+
+def test_our_routers_hints_are_trusted() -> None:
+    """Only where no other router is said to be in front."""
+    assert parse(trust_hints=True).trust_hints
 
 
 def test_the_pull_timeout_may_be_left_to_the_prompt() -> None:
@@ -136,6 +152,28 @@ REFUSED: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"peers": ["decode-0"]}, "turncache.peers", ("['decode-0']", "engine name to control")),
     ({"peers": {"d": "tcp://d:1"}}, "turncache.peers.d", ("tcp://d:1", "tcp://127.0.0.1:")),
     ({"trust_hints": "yes"}, "turncache.trust_hints", ("'yes'", "true or false")),
+    ({"foreign_router": 1}, "turncache.foreign_router", ("1", "true or false")),
+    (
+        {"foreign_router": True, "trust_hints": True},
+        "turncache.foreign_router",
+        ("trust_hints", "false"),
+    ),
+    ({"find": "peers", "trust_hints": True}, "turncache.find", ("trust_hints", "false")),
+    ({"find": "etcd"}, "turncache.find", ("'etcd'", "hints, peers, redis")),
+    (
+        {"find": "peers", "peers": {f"d{i}": f"tcp://127.0.0.1:{i}" for i in range(1, 10)}},
+        "turncache.find",
+        ("9", "at most 8", "redis"),
+    ),
+    ({"find": "redis", "name": "a"}, "turncache.redis_url", ("missing", "redis://")),
+    ({"redis_url": 7}, "turncache.redis_url", ("7", "text")),
+    ({"redis_password_env": 7}, "turncache.redis_password_env", ("7", "text")),
+    ({"redis_prefix": None}, "turncache.redis_prefix", ("None", "text")),
+    (
+        {"find": "redis", "name": "a", "redis_url": "redis://u:secret@r"},
+        "turncache.redis_url",
+        ("redis://host:6379/0", "redis_password_env"),
+    ),
     ({"allow_untested_vllm": 1}, "turncache.allow_untested_vllm", ("1", "true or false")),
     ({"ghost_host_gb": 64}, "turncache.ghost_host_gb", ("64", "a list of at most 4 sizes")),
     ({"ghost_host_gb": [0]}, "turncache.ghost_host_gb", ("[0]", "above 0")),

@@ -1,7 +1,7 @@
 """Any order of events: a request that was taken over comes back exactly once, and is never lost.
 
 The machine plays the scheduler (which keeps its own books, independent of ours), two ranks
-that read, and a source that confirms or does not.
+that read, a directory that is late or wrong, and a source that confirms or does not.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.fakes.directory import SlowDirectory
 from tests.server.connector.peer_fakes import (
     FakeBlock,
     FakePeers,
@@ -30,7 +31,8 @@ from tests.server.connector.peer_fakes import (
 )
 from turncache.errors import EngineFault
 from turncache_server.connector.costs import PullCosts
-from turncache_server.connector.peers import PeerState
+from turncache_server.connector.finding import Finder
+from turncache_server.connector.peers import PeerBook, PeerState
 from turncache_server.connector.pull import MAX_ATTEMPTS, PullBook, Read
 from turncache_server.control.messages import PeekReply, Verify, VerifyReply
 
@@ -41,6 +43,7 @@ NUM_RANKS = 2
 #: Weighted draws: a machine that mostly fails early never reaches what comes later.
 RARELY = st.integers(0, 9).map(lambda n: n == 9)
 SOMETIMES_NOT = st.integers(0, 4).map(lambda n: n != 4)
+NAMES = st.sampled_from([["decode-0"]] * 6 + [[], ["stranger"], ["", "decode-0"], None])
 ANSWERS = st.sampled_from(["ok"] * 12 + ["fault", "generation", "restart", "too_many"])
 
 
@@ -74,12 +77,14 @@ class PullMachine(RuleBasedStateMachine):
     @initialize(threshold_blocks=st.integers(0, 2))
     def build(self, threshold_blocks: int) -> None:
         self.peers = FakePeers()
+        self.directory = SlowDirectory()
         self.book = PullBook(
             self.peers,  # type: ignore[arg-type]  # stands for PeerBook
             block_size=SIZE,
             threshold_tokens=threshold_blocks * SIZE,
             timeout_s=5.0,
             costs=PullCosts(),
+            finder=Finder(self.directory, cast(PeerBook, self.peers)),
         )
         self.now_s = 1000.0
         self.map: object = object()
@@ -106,6 +111,30 @@ class PullMachine(RuleBasedStateMachine):
         assert (reason is None) == (record.state is PeerState.COMPATIBLE and not rests)
         if reason is None:
             self._advance(data, request, stage, kind, mode_off_between=mode_off_between)
+
+    @rule(data=st.data(), stage=st.integers(0, 5), kind=ANSWERS, names=NAMES)
+    def arrive_without_a_source(
+        self, data: st.DataObject, stage: int, kind: str, names: list[str] | None
+    ) -> None:
+        """A request whose source has to be found arrives, and goes a part of the way at once."""
+        request_id = f"r{len(self.requests)}"
+        request = self.requests[request_id] = Request(request_id)
+        assert self.book.search(request_id, "s", HASHES, self.now_s) is None
+        questions = len(self.peers.peeks)
+        if stage:
+            self.directory.open.insert(0, self.directory.open.pop())
+            self._find(names)
+        if len(self.peers.peeks) > questions:
+            self._advance(data, request, stage - 1, kind)
+
+    @precondition(lambda self: self.directory.open)
+    @rule(names=NAMES)
+    def the_directory_answers(self, names: list[str] | None) -> None:
+        """One of the searches ends, well or badly."""
+        self._find(names)
+
+    def _find(self, names: list[str] | None) -> None:
+        self.directory.answer(EngineFault("redis", "no answer") if names is None else names)
 
     @precondition(lambda self: self._any("running"))
     @rule(data=st.data(), stage=st.integers(0, 4), kind=ANSWERS)

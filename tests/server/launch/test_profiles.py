@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turncache.errors import ConfigError
+from turncache_server.connector.config import parse_settings
 from turncache_server.launch.machine import EngineEnvironment, Machine
 from turncache_server.launch.profiles import (
     CPU_RIG,
@@ -194,6 +195,11 @@ def test_hints_are_trusted_only_behind_our_router() -> None:
         (launch,) = plan(router=router)
         section = transfer_of(launch)["kv_connector_extra_config"]["turncache"]
         assert section["trust_hints"] is router
+    for setting in ({"foreign_router": True}, {"find": "peers"}):
+        (launch,) = plan(router=True, settings=setting)
+        section = transfer_of(launch)["kv_connector_extra_config"]["turncache"]
+        assert section["trust_hints"] is False
+        assert parse_settings({"turncache": section})
 
 
 def test_only_the_part_that_clients_reach_listens_beyond_loopback() -> None:
