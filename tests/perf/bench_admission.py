@@ -211,9 +211,9 @@ def _simulated_row(name: str, result: SimResult) -> Row:
 
 BLOCK: Final = 32
 #: Sessions at a time, and in one block of the measurement.
-PLACES, TOTAL = 6, 12
-TURNS, CALLS, WAIT_S, ANSWER = 2, 2, 0.5, 8
-FIRST, NEW = 600, 40
+PLACES, TOTAL = 6, 10
+TURNS, CALLS, WAIT_S, ANSWER = 2, 2, 0.5, 4
+FIRST, NEW = 400, 24
 #: Mean tokens of a session, with the template and its answers, about.
 MEAN: Final = FIRST + (TURNS * CALLS // 2) * (NEW + ANSWER + 12)
 POOL_BLOCKS: Final = PLACES * MEAN // (2 * BLOCK)
@@ -362,7 +362,7 @@ def engine(*, fake: bool) -> Iterator[tuple[Mapping[str, str] | None, str]]:
         router=False,
         router_port=0,
         dtype="float32",
-        max_model_len=1280,
+        max_model_len=1024,
         num_blocks={"single": POOL_BLOCKS},
         # As behind a router of its own.
         settings={"trust_hints": True},

@@ -410,6 +410,25 @@ async def test_a_call_that_fails_gives_its_place_back() -> None:
         assert results(made) == ["at_once", "at_once"]
 
 
+async def test_a_client_that_leaves_with_the_last_event_is_expected_back() -> None:
+    """As OpenAI's does, which closes a stream behind ``[DONE]``, before its very end."""
+    async with single() as engine, bench(engine, **{**ON, "admission_tokens": 10**6}) as made:
+        for number in range(8):
+            stream = await made.openai.chat.completions.create(
+                model="fake",
+                messages=MESSAGES,  # type: ignore[arg-type]
+                stream=True,
+                extra_headers={"X-Session-ID": f"s{number}"},
+            )
+            async for _ in stream:
+                pass
+        await made.eventually(
+            lambda: made.metric("turncache_router_active_calls"), lambda found: found == 0
+        )
+        assert (await made.http.get("/v1/sessions")).json()["num_sessions"] == 8
+        assert await made.metric("turncache_router_admission_sessions") == 8
+
+
 async def test_a_notice_of_the_end_makes_room() -> None:
     """A client that says between two calls that nothing follows."""
     async with single() as engine, bench(engine, **ON) as made:
