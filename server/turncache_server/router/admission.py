@@ -36,7 +36,8 @@ class Verdict(enum.StrEnum):
 class How(enum.StrEnum):
     """Why a call does not wait any longer.
 
-    ``in_turn`` there was room for it; ``late`` it has waited for as long as a call may;
+    ``in_turn`` there was room for it, or its session has been let in; ``late`` it has waited for as
+    long as a call may;
     ``refused`` it had to give its place to a tenant with less in a full queue.
     """
 
@@ -320,7 +321,7 @@ class Admission:
         same = [each for each in self._waiting.values() if each.arrival.session == session]
         for each in same:
             self._enter(each.arrival)
-        return [self._release(each, how, now_s) for each in same]
+        return [self._release(e, how if e is waiter else How.IN_TURN, now_s) for e in same]
 
     def _release(self, waiter: _Waiter, how: How, now_s: float) -> Release:
         self._dequeue(waiter)

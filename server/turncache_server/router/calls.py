@@ -81,6 +81,7 @@ class PlannedCall:
         self._overhead_s: float | None = None
         self._witness: EngineView | None = None
         self._question: asyncio.Task[Asked] | None = None
+        self._ended_well: Ending | None = None
         self._hold = services.pool.hold(view.name for view in (*plan.prefill, *plan.serve))
 
     async def run(self) -> web.StreamResponse:
@@ -202,6 +203,7 @@ class PlannedCall:
             if self._services.config.may_decode_alone:
                 answered = self._answered(digest, said, ending)
         self._advance(engine, ending, answered, collector)
+        self._ended_well = ending
 
     def _answered(self, digest: bytes, said: Said, ending: Ending) -> Answered | None:
         """Return what the next call may be served by decode alone for, None when unknown."""
@@ -381,23 +383,24 @@ class PlannedCall:
             )
         )
         if self._services.gate is not None:
-            self._leave_gate(self._services.gate, ending)
+            self._leave_gate(self._services.gate)
         if record.final or not self._can_ask:
             self._tell_outcome()
             self._settled()
         else:
             self._services.background.spawn(self._settle(), "settle a call")
 
-    def _leave_gate(self, gate: Gate, ending: Ending | None) -> None:
+    def _leave_gate(self, gate: Gate) -> None:
         """Say how large the session is now, and whether it will be back."""
-        outcome = self._record.outcome
+        # Also when the client has left with the last event and before the end of its stream.
+        outcome, ending = self._record.outcome, self._ended_well
         usage = None if ending is None else ending.usage
         tokens = None if outcome is None else outcome.prompt
         if usage is not None:
             tokens = usage.prompt_tokens + (usage.completion_tokens or 0)
         gate.ended(
             self._call.request,
-            well=ending is not None and ending.problem is None,
+            well=ending is not None,
             tokens=tokens,
             # Whatever is found of a session that has not called yet is others' as well.
             shared=0 if outcome is None or self._call.continues else outcome.reused,

@@ -62,7 +62,14 @@ def test_a_session_that_is_away_for_too_long_leaves() -> None:
     core.left("b", 27.0)
     assert ask(core, "c", 28.0) is Verdict.WAIT
     assert core.due_s() == 36.0
-    assert core.advance(36.0) == [Release("c", How.IN_TURN, 8.0)]
+    ask(core, "again", 29.0, session="a")
+    assert core.advance(57.0) == []
+    core.ended("again", 57.5, well=True, tokens=60)
+    assert core.due_s() == 58.0, "the longest wait"
+    assert core.advance(58.0) == [Release("c", How.LATE, 30.0)]
+    ask(core, "d", 58.0)
+    core.ended("c", 59.0, well=True, final=True)
+    assert core.advance(67.5) == [Release("d", How.IN_TURN, 9.5)]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +161,11 @@ def test_in_a_full_queue_the_tenant_with_most_gives_way() -> None:
     assert verdict is Verdict.WAIT
     assert released == [Release("a3", How.REFUSED, 1.0)]
     assert core.state().waiting == MOST
+    for number in range(2):
+        core.left(f"a{number}", 2.0)
+    for name in ("b2", "c"):
+        ask(core, name, 3.0, tenant=name[0])
+    assert ask(core, "c2", 4.0, tenant="c") is Verdict.REFUSE, "b would not have more than c"
 
 
 class Machine(RuleBasedStateMachine):
@@ -396,6 +408,25 @@ async def test_a_call_that_fails_gives_its_place_back() -> None:
         await made.chat(session="a")
         assert (await made.chat(session="b")).status_code == 200
         assert results(made) == ["at_once", "at_once"]
+
+
+async def test_a_client_that_leaves_with_the_last_event_is_expected_back() -> None:
+    """As OpenAI's does, which closes a stream behind ``[DONE]``, before its very end."""
+    async with single() as engine, bench(engine, **{**ON, "admission_tokens": 10**6}) as made:
+        for number in range(8):
+            stream = await made.openai.chat.completions.create(
+                model="fake",
+                messages=MESSAGES,  # type: ignore[arg-type]
+                stream=True,
+                extra_headers={"X-Session-ID": f"s{number}"},
+            )
+            async for _ in stream:
+                pass
+        await made.eventually(
+            lambda: made.metric("turncache_router_active_calls"), lambda found: found == 0
+        )
+        assert (await made.http.get("/v1/sessions")).json()["num_sessions"] == 8
+        assert await made.metric("turncache_router_admission_sessions") == 8
 
 
 async def test_a_notice_of_the_end_makes_room() -> None:
