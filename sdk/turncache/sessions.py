@@ -10,6 +10,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import math
 import uuid
 import weakref
 from collections import OrderedDict
@@ -390,11 +391,9 @@ def session(
         ProtocolError: on an illegal id.
         UsageError: on a negative ``retain_s`` or a ``priority`` that is out of range.
     """
-    if retain_s is not None and not (isinstance(retain_s, int | float) and retain_s >= 0):
+    if retain_s is not None and not _within(retain_s, 0, math.inf):
         raise UsageError(f"retain_s={retain_s!r}: expected seconds from 0")
-    if priority is not None and not (
-        isinstance(priority, int) and MIN_PRIORITY <= priority <= MAX_PRIORITY
-    ):
+    if priority is not None and not _within(priority, MIN_PRIORITY, MAX_PRIORITY, whole=True):
         raise UsageError(
             f"priority={priority!r}: expected a number from {MIN_PRIORITY} to {MAX_PRIORITY}"
         )
@@ -447,6 +446,11 @@ def _unpickle(
     session_id: str, parent_id: str | None, retain_s: float | None, priority: int
 ) -> Session:
     return session(session_id, parent=parent_id, retain_s=retain_s, priority=priority)
+
+
+def _within(value: object, least: float, most: float, *, whole: bool = False) -> bool:
+    """Whether a value, which may come from untyped code, is a number in a range."""
+    return isinstance(value, int if whole else (int, float)) and least <= value <= most
 
 
 def _cause(cause: Cause | str) -> Cause:

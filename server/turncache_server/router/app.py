@@ -365,7 +365,8 @@ async def _listen(
         await site.start()
     except OSError as error:
         # asyncio's own text says the address once more; names that are unknown have no errno.
-        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error
         raise ConfigError(
             "port", f"cannot listen on {config.host}:{config.port}: {why}; choose a free port"
         ) from error
