@@ -162,7 +162,7 @@ def test_illegal_settings_are_refused() -> None:
         turncache.session(priority=101)
     with pytest.raises(UsageError, match="priority='high'"):
         turncache.session(priority="high")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="priority=1.5"):
+    with pytest.raises(UsageError, match=r"priority=1\.5"):
         turncache.session(priority=1.5)  # type: ignore[arg-type]
 
 
