@@ -297,7 +297,8 @@ async def test_a_prefill_that_is_overloaded_is_no_full_prefill_on_decode(pair: P
     assert len(pair.decode.seen) == 1
 
 
-async def test_a_session_does_not_stick_to_a_dead_engine() -> None:
+@pytest.mark.parametrize("noticed", [False, True])
+async def test_a_session_does_not_stick_to_a_dead_engine(noticed: bool) -> None:
     """Its next call is answered elsewhere, and the engine that comes back gets no stale ids."""
     async with (
         fake_pair(decodes=2) as ([prefill], decode),
@@ -308,8 +309,15 @@ async def test_a_session_does_not_stick_to_a_dead_engine() -> None:
         first = next(engine for engine in decode if engine.seen)
         other = next(engine for engine in decode if engine is not first)
         await first.stop()
+        if noticed:
+            await running.eventually(
+                lambda: [e.engine for e in running.of_kind(EngineChanged) if not e.live],
+                lambda gone: first.name in gone,
+            )
         assert (await running.chat(session="s")).status_code == 200
         assert len(other.seen) == 1
+        if noticed:
+            assert "tc_source" not in prefill.seen[-1].xargs
         first.kv.flush()
         await first.start()
         await running.eventually(

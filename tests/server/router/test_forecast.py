@@ -77,6 +77,18 @@ async def test_a_wait_that_ended_at_another_replica_is_measured_by_neither() -> 
         assert [len(running.of_kind(WaitEnded)) for running in (first, second)] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("num_answers", "measured"), [(4, True), (2, True), (None, True), (5, False)]
+)
+def test_answers_that_came_in_between_are_another_wait(
+    num_answers: int | None, measured: bool
+) -> None:
+    """A history that got shorter, or that an engine keeps, says nothing of that."""
+    made = Forecast(100)
+    made.begins("s", ["search"], {}, tenant=None, num_answers=3, now_s=0.0)
+    assert (made.ends("s", num_answers=num_answers, now_s=5.0) is not None) is measured
+
+
 def test_a_forgotten_wait_teaches_nothing() -> None:
     """The session has ended: nobody comes back from its tools."""
     made = Forecast(100)
