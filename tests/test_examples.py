@@ -53,5 +53,5 @@ def test_the_readme_runs() -> None:
                 code = block.replace("http://localhost:8000/v1", server.url)
                 exec(compile(code, "README.md", "exec"), names)
         names["client"].close()
-        assert "Outcome(prompt=" in printed.getvalue()
+        assert "prompt=" in printed.getvalue()
         assert "session ticket-4711" in printed.getvalue()
