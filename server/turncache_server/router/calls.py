@@ -35,6 +35,7 @@ from turncache_server.router.opening import (
     Opened,
     Opening,
     abandon,
+    finish,
     note_failure,
 )
 from turncache_server.router.outcomes import Asked, ask_outcome
@@ -82,6 +83,7 @@ class PlannedCall:
         self._witness: EngineView | None = None
         self._question: asyncio.Task[Asked] | None = None
         self._ended_well: Ending | None = None
+        self._streamed = False
         self._hold = services.pool.hold(view.name for view in (*plan.prefill, *plan.serve))
 
     async def run(self) -> web.StreamResponse:
@@ -104,17 +106,33 @@ class PlannedCall:
             relayed = await self._serve()
             code, problem = relayed.code, relayed.problem
         except ClientGone:
-            code, problem = CLIENT_GONE, "client_gone"
-            return web.Response(status=CLIENT_GONE)
+            code, problem = self._client_left()
+            return web.Response(status=code)
         except asyncio.CancelledError:
-            if not services.switches.draining:
-                code, problem = CLIENT_GONE, "client_gone"
+            if self._has_all or not services.switches.draining:
+                code, problem = self._client_left()
                 raise
             code, problem = 503, "shutdown"
             return await self._broken_off()
         finally:
             self._end(code, problem)
         return relayed.response
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether a stream's last event has gone out, or is about to.
+
+        Many clients leave with it: OpenAI's reads no further than ``[DONE]``, which comes before
+        the end of the body.
+        """
+        return self._streamed and self._ended_well is not None
+
+    def _client_left(self) -> tuple[int, str | None]:
+        """Return status and problem of a call whose client has left."""
+        if not self._has_all:
+            return CLIENT_GONE, "client_gone"
+        self._record.ending = self._ended_well
+        return 200, None
 
     async def _broken_off(self) -> web.StreamResponse:
         """Tell the client that the router does not wait any longer."""
@@ -150,7 +168,8 @@ class PlannedCall:
             return Relayed(response=response, code=error.status, problem=failure.kind)
         except (ClientGone, asyncio.CancelledError):
             if opened is not None:
-                abandon(self._services, opened.leg)
+                give_up = finish if self._has_all else abandon
+                give_up(self._services, opened.leg)
                 opened = None
             raise
         finally:
@@ -172,8 +191,8 @@ class PlannedCall:
             completed=lambda ending: self._completed(opened.engine, collector, ending),
         )
         # By what the engine sent, and once pings are out by what the client was promised.
-        streamed = opened.leg.content_type == "text/event-stream" or self._answer.started
-        relayed = await (relay.stream() if streamed else relay.whole())
+        self._streamed = opened.leg.content_type == "text/event-stream" or self._answer.started
+        relayed = await (relay.stream() if self._streamed else relay.whole())
         self._record.ending = relayed.ending
         if relayed.failure is not None:
             note_failure(

@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 #: Largest body that is made before it can be sent: each waits in memory while prefill works.
 _MAX_READY_BYTES: Final = 256 * 1024
+#: Time for the end of a body whose last event has come.
+_END_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,6 +336,11 @@ def abandon(services: Services, leg: EngineAnswer) -> None:
         leg.close()
     else:
         services.background.spawn(_drain(leg, services.config.disconnect_drain_s), "drain a leg")
+
+
+def finish(services: Services, leg: EngineAnswer) -> None:
+    """Read the end of an answer that is complete, so that its connection serves another call."""
+    services.background.spawn(_drain(leg, _END_S), "finish a leg")
 
 
 async def _drain(leg: EngineAnswer, limit_s: float) -> None:

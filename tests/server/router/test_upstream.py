@@ -18,9 +18,11 @@ import pytest
 from tests.fakes.certificate import CERTIFICATE, PRIVATE_KEY
 from tests.server.router.support import CHAT, MESSAGES
 from tests.server.router.test_wire import chunk
+from turncache.protocol import Boundary
 from turncache_server.router.app import serving
 from turncache_server.router.config import EngineConfig, RouterConfig, parse_config
 from turncache_server.router.errors import LegFailed
+from turncache_server.router.events import CallEnded, Event
 from turncache_server.router.upstream import Upstream
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +44,7 @@ class RawEngine:
     Attributes:
         answers: what a request is answered with, one after the other; None closes the
             connection instead, and so does the end of the list. Of two parts the second is
-            sent when ``resume`` is set, and then the connection is closed.
+            sent when ``resume`` is set; then the connection is closed, unless they end a body.
         heads: of all calls, as they came.
         connections: number of the connection that each call came on.
         port: where it listens.
@@ -83,7 +85,9 @@ class RawEngine:
                     writer.write(answer[0])
                     await self.resume.wait()
                     writer.write(answer[1])
-                    break
+                    if not answer[1].endswith(b"0\r\n\r\n"):
+                        break
+                    continue
                 writer.write(answer)
                 if b"connection: close" in answer:
                     break
@@ -264,6 +268,35 @@ async def test_a_stream_that_breaks_anywhere_ends_in_an_error_event(cut: bytes, 
     assert got.startswith(EVENTS[0])
     last = got.removeprefix(EVENTS[0]).removeprefix(EVENTS[1])
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == f"engine_{code}"
+
+
+async def test_a_client_that_leaves_with_the_last_event_has_had_its_answer() -> None:
+    """OpenAI's reads no further than [DONE]: the call ended well, the connection is kept."""
+    whole = b"".join(chunk(event) for event in EVENTS)
+    engine = RawEngine([(STREAM + whole, b"0\r\n\r\n"), OK])
+    ended: list[CallEnded] = []
+    over = asyncio.Event()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, CallEnded):
+            ended.append(event)
+            over.set()
+
+    async with (
+        listening(engine),
+        serving(settings_for(engine), listeners=[listen]) as router,
+        httpx2.AsyncClient(base_url=router.url, timeout=20) as http,
+    ):
+        async with http.stream("POST", CHAT, json={"messages": MESSAGES, "stream": True}) as answer:
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    break
+        await over.wait()
+        assert (ended[0].code, ended[0].problem) == (200, None)
+        assert ended[0].boundary is Boundary.USER
+        engine.resume.set()
+        await _stream(http)
+        assert not engine.gone.is_set(), "the first connection was not cut"
 
 
 async def test_an_engine_of_an_older_version_ends_its_stream_with_its_connection() -> None:
