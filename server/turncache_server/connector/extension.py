@@ -281,11 +281,17 @@ class Extension:
         return hints
 
     @guarded
-    def refused_pull(self, request_id: str, reason: Reason) -> None:
-        """Note why a request that named a source does not pull."""
+    def refused_pull(self, request_id: str, reason: Reason, *, named: bool) -> None:
+        """Note why a request does not pull.
+
+        Args:
+            request_id: vLLM's.
+            reason: why.
+            named: it names a source; else one would have been looked for.
+        """
         call = self._calls.get(request_id)
         if call is not None:
-            call.refused = reason
+            call.refused, call.named = reason, named
 
     @guarded
     def looked_at(self, request: Any, local_tokens: int) -> None:

@@ -10,7 +10,7 @@ there is a result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -93,8 +93,14 @@ class Finder:
         self._directory = directory
         self._peers = peers
 
-    def find(self, session: str, hashes: list[bytes]) -> Future[Found]:
-        """Begin a search; the result never fails, and may be cancelled."""
+    def find(self, session: str, hashes: list[bytes], resting: Collection[str]) -> Future[Found]:
+        """Begin a search; the result never fails, and may be cancelled.
+
+        Args:
+            session: whose KV is looked for.
+            hashes: of its prompt.
+            resting: peers that have just failed, and are not asked.
+        """
         out: Future[Found] = Future()
 
         def named(names: Future[Sequence[str]]) -> None:
@@ -102,7 +108,7 @@ class Finder:
             if not out.set_running_or_notify_cancel():
                 return
             try:
-                out.set_result(self._asked(names, session, hashes))
+                out.set_result(self._asked(names, session, hashes, resting))
             except Exception:
                 # Futures swallow what their callbacks raise, and the call would wait for it.
                 logger.exception("turncache: a search for a session's KV failed")
@@ -111,13 +117,20 @@ class Finder:
         self._directory.find(session).add_done_callback(named)
         return out
 
-    def _asked(self, names: Future[Sequence[str]], session: str, hashes: list[bytes]) -> Found:
+    def _asked(
+        self,
+        names: Future[Sequence[str]],
+        session: str,
+        hashes: list[bytes],
+        resting: Collection[str],
+    ) -> Found:
         try:
             listed = names.result(timeout=0)
         except (EngineFault, CancelledError):
             return Found(reason=Reason.SOURCE_UNKNOWN)
         peers = [p for name in dict.fromkeys(listed) if (p := self._peers.get(name)) is not None]
-        good = [p for p in peers if p.state is PeerState.COMPATIBLE][:MAX_CANDIDATES]
+        good = [p for p in peers if p.state is PeerState.COMPATIBLE and p.name not in resting]
+        good = good[:MAX_CANDIDATES]
         if good:
             try:
                 return Found(tuple(Ask(p, self._peers.peek(p, session, hashes)) for p in good))

@@ -161,7 +161,11 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._directory = directory or self._make_directory(keys)
         if peers is None:
             peers = PeerBook(
-                settings.peers, self._fingerprint, ask_timeout_s=ASK_TIMEOUT_S, keys=keys
+                settings.peers,
+                self._fingerprint,
+                engine_id=facts.engine_id,
+                ask_timeout_s=ASK_TIMEOUT_S,
+                keys=keys,
             )
             self.extension.count_also(peers.counters)
         self._peers = peers
@@ -305,7 +309,9 @@ class PairScheduler(NixlPullConnectorScheduler):
         reason = self._start_pull(request, hints, leg)
         if reason is not None:
             self.totals[f"pulls_{reason.value}"] += 1
-            self.extension.refused_pull(request.request_id, reason)
+            self.extension.refused_pull(
+                request.request_id, reason, named=hints.source is not None or leg is not None
+            )
 
     def _stock_params(self, leg: foreign.Leg) -> dict[str, Any] | None:
         """Return what vLLM's own logic is to be given for a leg, None where we pull.
@@ -335,7 +341,7 @@ class PairScheduler(NixlPullConnectorScheduler):
                 self._peers.hurry()
                 return Reason.SOURCE_UNKNOWN
             source = peer.name
-        if source is None and self._directory is None:
+        if source is None and (self._directory is None or not self.extension.acting):
             return None
         if not self.extension.acting:
             return Reason.DISABLED

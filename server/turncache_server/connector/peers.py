@@ -74,6 +74,7 @@ class PeerBook:
     Args:
         peers: engine name to control address.
         fingerprint: of this engine.
+        engine_id: NIXL id of this engine, under which no peer may be known.
         ask_timeout_s: longest time for one peek or verify.
         keys: of the fleet, None for peers on loopback without keys.
     """
@@ -83,10 +84,12 @@ class PeerBook:
         peers: Mapping[str, str],
         fingerprint: Mapping[str, str],
         *,
+        engine_id: str,
         ask_timeout_s: float,
         keys: FleetKeys | None = None,
     ) -> None:
         self._fingerprint = dict(fingerprint)
+        self._engine_id = engine_id
         self._ask_timeout_s = ask_timeout_s
         # Every question carries the name that is expected at its address.
         self._client = ControlClient(keys, names={address: name for name, address in peers.items()})
@@ -185,6 +188,14 @@ class PeerBook:
             )
         if differs := difference(self._fingerprint, reply.fingerprint):
             return self._incompatible(record, differs, reply)
+        if namesake := self._namesake(record.name, reply.engine_id):
+            # NIXL connects once per id: it would read one engine's blocks in the other's memory.
+            return self._incompatible(
+                record,
+                f"its engine_id {reply.engine_id!r} is also that of {namesake}: leave engine_id "
+                "out of --kv-transfer-config, or give each engine one of its own",
+                reply,
+            )
         if record.state is not PeerState.COMPATIBLE:
             logger.info("turncache: peer %s is compatible (%s)", record.name, reply.engine_id)
         return Peer(
@@ -193,6 +204,15 @@ class PeerBook:
             state=PeerState.COMPATIBLE,
             hello=reply,
         )
+
+    def _namesake(self, name: str, engine_id: str) -> str | None:
+        """Return who else has a peer's NIXL id, None when nobody has."""
+        if engine_id == self._engine_id:
+            return "this engine"
+        for other in self._records.values():
+            if other.name != name and other.hello and other.hello.engine_id == engine_id:
+                return f"peer {other.name}"
+        return None
 
     def _incompatible(self, record: Peer, why: str, hello: HelloReply | None) -> Peer:
         """Return a record that refuses pulls, and say why once."""

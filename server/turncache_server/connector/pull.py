@@ -180,14 +180,16 @@ class PullBook:
     ) -> None:
         self.finds: Counter[str] = Counter(found=0, nothing=0, failed=0)
         self._finder = finder
-        # Of candidates that were not waited for: whoever fails later rests as well.
-        self._left_behind: list[Ask] = []
+        # Of candidates that were not waited for, and when they were asked: who fails later rests.
+        self._left_behind: list[tuple[Ask, float]] = []
         self._peers = peers
         self._block_size = block_size
         self._threshold_tokens = threshold_tokens
         self._timeout_s = timeout_s
         self._costs = costs
         self._pulls: dict[str, Pull] = {}
+        # Those with a read under way: few, and looked at in every step.
+        self._reading: dict[str, Pull] = {}
         self._reads: list[Read] = []
         self._rest_until_s: dict[str, float] = {}
         self._to_fail: set[str] = set()
@@ -203,13 +205,13 @@ class PullBook:
     def holding(self) -> bool:
         """Whether finished reads wait for their verification, so that hooks must run every step."""
         return any(
-            p.state in (PullState.VERIFYING, PullState.FAILING) for p in self._pulls.values()
+            p.state in (PullState.VERIFYING, PullState.FAILING) for p in self._reading.values()
         )
 
     @property
     def num_reading_blocks(self) -> int:
         """Destination blocks of the reads under way."""
-        return sum(len(p.blocks) for p in self._pulls.values())
+        return sum(len(p.blocks) for p in self._reading.values())
 
     # --- arrival and admission ---------------------------------------------------------
 
@@ -221,7 +223,7 @@ class PullBook:
         Returns:
             Why there is no pull, None when the peek is on its way.
         """
-        self._look_behind(now_s)
+        self._look_behind()
         peer = self._peers.get(source)
         if peer is None:
             return Reason.SOURCE_UNKNOWN
@@ -252,7 +254,7 @@ class PullBook:
         """
         if self._finder is None:
             return None
-        self._look_behind(now_s)
+        self._look_behind()
         if not hashes:
             return Reason.BELOW_THRESHOLD
         hashes = hashes[:MAX_HASHES]
@@ -262,7 +264,7 @@ class PullBook:
             peer=NOBODY,
             hashes=hashes,
             state=PullState.FINDING,
-            found=self._finder.find(session, hashes),
+            found=self._finder.find(session, hashes, self._resting(now_s)),
             asked_at_s=now_s,
         )
         return None
@@ -312,7 +314,7 @@ class PullBook:
             found = Found(reason=Reason.SOURCE_UNKNOWN)
         rested = tuple(ask for ask in found.asks if self._rests(ask.peer, now_s))
         for ask in rested:
-            self._leave(ask)
+            self._leave(ask, pull.asked_at_s)
         pull.asks = tuple(ask for ask in found.asks if ask not in rested)
         if pull.asks:
             pull.peer = pull.asks[0].peer
@@ -424,6 +426,7 @@ class PullBook:
         ):
             return None
         pull.state = PullState.READING
+        self._reading[pull.request_id] = pull
         pull.reason = None
         pull.request = request
         pull.blocks = list(blocks[first : first + count])
@@ -490,7 +493,7 @@ class PullBook:
                 pull.state = PullState.VERIFYING
                 pull.verify = self._peers.verify(pull.peer, _question(pull))
                 back.hold.add(request_id)
-        for pull in [p for p in self._pulls.values() if p.state is PullState.VERIFYING]:
+        for pull in [p for p in self._reading.values() if p.state is PullState.VERIFYING]:
             if pull.request_id not in back.hold:
                 self._settle(pull, back, block_map, now_s)
         return back
@@ -554,7 +557,9 @@ class PullBook:
         Whatever was not confirmed by its source must not be computed with.
         """
         unverified = set(finished) - set(failed)
-        unverified |= {p.request_id for p in self._pulls.values() if p.state is PullState.VERIFYING}
+        unverified |= {
+            p.request_id for p in self._reading.values() if p.state is PullState.VERIFYING
+        }
         self._to_fail |= unverified
         for request_id in unverified:
             if (pull := self._pulls.get(request_id)) is not None:
@@ -589,8 +594,12 @@ class PullBook:
     def _rests(self, peer: Peer, now_s: float) -> bool:
         return self._rest_until_s.get(peer.name, now_s) > now_s
 
-    def _rest(self, peer: Peer, now_s: float) -> None:
-        self._rest_until_s[peer.name] = now_s + PEER_REST_S
+    def _rest(self, peer: Peer, since_s: float) -> None:
+        until_s = since_s + PEER_REST_S
+        self._rest_until_s[peer.name] = max(until_s, self._rest_until_s.get(peer.name, until_s))
+
+    def _resting(self, now_s: float) -> frozenset[str]:
+        return frozenset(name for name, until_s in self._rest_until_s.items() if until_s > now_s)
 
     def _ask(self, pull: Pull, peers: tuple[Peer, ...], now_s: float) -> None:
         self._cancel_peeks(pull)
@@ -609,7 +618,7 @@ class PullBook:
         known = 0
         for ask in asks:
             if not ask.reply.done():
-                self._leave(ask)
+                self._leave(ask, pull.asked_at_s)
                 continue
             answer = self._answer(ask, len(pull.hashes), now_s)
             if answer is None:
@@ -651,17 +660,21 @@ class PullBook:
             return None
         return answer
 
-    def _leave(self, ask: Ask) -> None:
+    def _leave(self, ask: Ask, asked_at_s: float) -> None:
         """Wait for a candidate no longer, but hear whether it fails."""
         if not ask.reply.cancel():
-            self._left_behind.append(ask)
+            self._left_behind.append((ask, asked_at_s))
 
-    def _look_behind(self, now_s: float) -> None:
-        """Let candidates that have failed after all rest: they hold threads up meanwhile."""
-        for ask in [ask for ask in self._left_behind if ask.reply.done()]:
-            self._left_behind.remove(ask)
+    def _look_behind(self) -> None:
+        """Let candidates that have failed after all rest: they hold threads up meanwhile.
+
+        From when they were asked: that they failed may be heard much later.
+        """
+        for left in [left for left in self._left_behind if left[0].reply.done()]:
+            self._left_behind.remove(left)
+            ask, asked_at_s = left
             if not ask.reply.cancelled() and ask.reply.exception(timeout=0) is not None:
-                self._rest(ask.peer, now_s)
+                self._rest(ask.peer, asked_at_s)
 
     def _refuse(self, pull: Pull, reason: Reason) -> None:
         pull.reason = reason
@@ -685,6 +698,7 @@ class PullBook:
 
     def _close(self, pull: Pull) -> None:
         pull.state = PullState.CLOSED
+        self._reading.pop(pull.request_id, None)
         pull.blocks, pull.block_map, pull.request, pull.verify = (), None, None, None
         if pull.aborted:
             self._pulls.pop(pull.request_id, None)
@@ -699,7 +713,7 @@ class PullBook:
 
     def _cancel_peeks(self, pull: Pull) -> None:
         for ask in pull.asks:
-            self._leave(ask)
+            self._leave(ask, pull.asked_at_s)
         pull.asks = ()
 
 

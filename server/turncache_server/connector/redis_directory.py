@@ -4,7 +4,8 @@ What leaves is a hash of the session and the engine's name, forgotten when the K
 fleet secret the hash is keyed, so that whoever reads Redis cannot try session ids. What comes
 back are names, looked up in the own allow-list: no address is taken from there.
 
-Every question runs in threads of its own and ends within its time. After one has failed
+Every question runs in threads of its own and ends within its time, but for the name of Redis'
+host, which the system looks up in a time of its own. After one has failed
 nothing is asked for a while: a Redis that is gone costs one call that time, not every call.
 """
 
@@ -95,6 +96,8 @@ class RedisDirectory:
 
     def _enter(self, session: str, retain_s: int) -> Sequence[str]:
         place = self._place(session)
+        # Another engine may keep it for longer, or this one may for another call.
+        retain_s = max(retain_s, int(self._redis.ttl(place)))
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.lrem(place, 0, self._name)
             pipe.lpush(place, self._name)
@@ -116,6 +119,7 @@ class RedisDirectory:
         try:
             future = self._threads.submit(self._ask, question)
         except RuntimeError:
+            self._ended(None)
             return self._refused("it was closed")
         future.add_done_callback(self._ended)
         return future
@@ -130,7 +134,7 @@ class RedisDirectory:
         with self._lock:
             self._counts[what] += 1
 
-    def _ended(self, _: Future[Sequence[str]]) -> None:
+    def _ended(self, _: Future[Sequence[str]] | None) -> None:
         with self._lock:
             self._num_waiting -= 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from turncache.protocol import EngineHints, Reason
-from turncache_server.connector.pull import Pull
+from turncache_server.connector.pull import NOBODY, Pull
 from turncache_server.connector.records import CallRecord
 from turncache_server.retention.lineages import Admission
 
@@ -21,7 +21,8 @@ class ServedCall:
         block_size: tokens per block.
         local: tokens found in this engine; the last look before the first step counts.
         handed_over: tokens that a stock hand-over brings.
-        refused: why it does not pull although it names a source.
+        refused: why it does not pull.
+        named: it names a source.
         record: as of the first admission to a step. What a preempted call reuses when it comes
             back is not added: its prompt would be counted twice.
     """
@@ -33,6 +34,7 @@ class ServedCall:
     local: int = 0
     handed_over: int = 0
     refused: Reason | None = None
+    named: bool = False
     record: CallRecord | None = None
 
     def take_over(self, tokens: int) -> None:
@@ -66,7 +68,10 @@ class ServedCall:
         if self.admission is None:
             return Reason.DISABLED, None
         refused = self.refused if pull is None else pull.reason
-        if refused is not None and (lost or refused is not Reason.BELOW_THRESHOLD):
+        # What was only looked for may be nowhere: that is no reason unless something is lost.
+        named = self.named if pull is None else pull.peer is not NOBODY
+        told = named and refused is not Reason.BELOW_THRESHOLD
+        if refused is not None and (lost or told):
             return refused, None
         if lost:
             return Reason.EVICTED, None

@@ -17,12 +17,14 @@ Owner of the working set and of the queue. Time is an argument, in seconds of an
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 #: Calls over which the mean size of a session is taken.
 _MEAN_OVER: Final = 64
+#: First calls of sessions that say what sessions have in common.
+_SHARED_OVER: Final = 16
 
 
 class Verdict(enum.StrEnum):
@@ -103,8 +105,9 @@ class _Member:
     """A session of the working set.
 
     Attributes:
-        tokens: its last prompt and answer, without what it has in common with others.
-        least: what it counts for at least: it will grow.
+        tokens: its last prompt and answer.
+        counted: what it counts for, beside what it has in common with others.
+        least: what that is at least: it will grow.
         in_flight: calls.
         proven: a call of it has ended well.
         leaves: with its last call in flight.
@@ -112,13 +115,10 @@ class _Member:
 
     tokens: int
     least: int
+    counted: int = 0
     in_flight: int = 0
     proven: bool = False
     leaves: bool = False
-
-    @property
-    def counted(self) -> int:
-        return max(self.tokens, self.least)
 
 
 class _Waiter(NamedTuple):
@@ -141,6 +141,7 @@ class Admission:
         self._members: dict[str, _Member] = {}
         self._tokens = 0  # the sum of what the members count for
         self._shared = 0  # what sessions have in common
+        self._found_first: deque[int] = deque(maxlen=_SHARED_OVER)
         self._mean = 0.0
         self._num_sized = 0
         self._calls: dict[str, str] = {}  # those in flight, and their sessions
@@ -178,7 +179,8 @@ class Admission:
         known = arrival.session in self._members
         if known or arrival.urgent or any(each in self._members for each in arrival.above):
             self._enter(arrival)
-            return Verdict.ENTER, released
+            # Others of its session may have waited for its room.
+            return Verdict.ENTER, released + self._let_in_with(arrival.session, now_s)
         if not self._waiting and self._has_room(arrival):
             self._enter(arrival)
             return Verdict.ENTER, released
@@ -199,7 +201,7 @@ class Admission:
         *,
         well: bool,
         tokens: int | None = None,
-        shared: int = 0,
+        shared: int | None = None,
         final: bool = False,
     ) -> list[Release]:
         """End a call; one that is not in flight, or has been ended before, changes nothing.
@@ -209,7 +211,8 @@ class Admission:
             now_s: the time.
             well: it was answered. A session none of whose calls was is not expected back.
             tokens: of its prompt and answer, None when nobody knows.
-            shared: of the prompt of a session's first call, what others had computed.
+            shared: of the prompt of a session's first call, what was there already; None of
+                any other call.
             final: nothing follows in this session.
 
         Returns:
@@ -222,9 +225,12 @@ class Admission:
         member.in_flight -= 1
         if well:
             member.proven = True
-            member.leaves = final
+            # It may have been said already, while the end of this call was on its way.
+            member.leaves = member.leaves or final
+            if shared is not None:
+                self._share(shared)
             if tokens is not None:
-                self._resize(member, tokens, shared)
+                self._resize(member, tokens)
         if not member.in_flight:
             if member.leaves or not member.proven:
                 self._remove(session)
@@ -281,22 +287,37 @@ class Admission:
     def _enter(self, arrival: Arrival) -> None:
         member = self._members.get(arrival.session)
         if member is None:
-            tokens = max(0, arrival.tokens - self._shared)
-            member = self._members[arrival.session] = _Member(tokens, round(self._mean))
-            self._tokens += member.counted
+            member = self._members[arrival.session] = _Member(arrival.tokens, round(self._mean))
+            self._count(member)
         self._idle.pop(arrival.session, None)
         member.in_flight += 1
         member.leaves = False
         self._calls[arrival.call] = arrival.session
 
-    def _resize(self, member: _Member, tokens: int, shared: int) -> None:
-        self._shared = max(self._shared, shared)
-        own = max(0, tokens - self._shared)
-        self._tokens -= member.counted
-        member.tokens = own
-        self._tokens += member.counted
+    def _resize(self, member: _Member, tokens: int) -> None:
+        member.tokens = tokens
+        self._count(member)
         self._num_sized = min(self._num_sized + 1, _MEAN_OVER)
+        own = max(0, tokens - self._shared)
         self._mean += (own - self._mean) / self._num_sized
+
+    def _share(self, found: int) -> None:
+        """Take what a session's first call has found.
+
+        A call that is made again finds all of its prompt, and is not told from a first one:
+        what counts is what most first calls find.
+        """
+        self._found_first.append(found)
+        shared = sorted(self._found_first)[(len(self._found_first) - 1) // 4]
+        if shared != self._shared:
+            self._shared = shared
+            for member in self._members.values():
+                self._count(member)
+
+    def _count(self, member: _Member) -> None:
+        counted = max(0, member.tokens - self._shared, member.least)
+        self._tokens += counted - member.counted
+        member.counted = counted
 
     def _remove(self, session: str) -> None:
         self._idle.pop(session, None)
@@ -317,11 +338,16 @@ class Admission:
 
     def _let_in(self, waiter: _Waiter, how: How, now_s: float) -> list[Release]:
         """Let in a call, and with it the others of its session, which is in the set now."""
-        session = waiter.arrival.session
+        self._enter(waiter.arrival)
+        released = [self._release(waiter, how, now_s)]
+        return released + self._let_in_with(waiter.arrival.session, now_s)
+
+    def _let_in_with(self, session: str, now_s: float) -> list[Release]:
+        """Let in who waits of a session that is in the set."""
         same = [each for each in self._waiting.values() if each.arrival.session == session]
         for each in same:
             self._enter(each.arrival)
-        return [self._release(e, how if e is waiter else How.IN_TURN, now_s) for e in same]
+        return [self._release(each, How.IN_TURN, now_s) for each in same]
 
     def _release(self, waiter: _Waiter, how: How, now_s: float) -> Release:
         self._dequeue(waiter)

@@ -421,7 +421,7 @@ class PlannedCall:
             self._call.request,
             well=ending is not None,
             tokens=tokens,
-            # Whatever is found of a session that has not called yet is others' as well.
-            shared=0 if outcome is None or self._call.continues else outcome.reused,
+            # What is found of a session that has not called yet is mostly others' as well.
+            shared=None if outcome is None or self._call.continues else outcome.reused,
             final=self._call.tags.final,
         )

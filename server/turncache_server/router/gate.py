@@ -77,7 +77,9 @@ class Gate:
         self._look_later()
         return future
 
-    def ended(self, call: str, *, well: bool, tokens: int | None, shared: int, final: bool) -> None:
+    def ended(
+        self, call: str, *, well: bool, tokens: int | None, shared: int | None, final: bool
+    ) -> None:
         """End a call that was let in; see :meth:`Admission.ended`."""
         self._core.set_fits(self._fits())
         self._wake(

@@ -80,7 +80,7 @@ class Entrance:
             now_s,
             well=True,
             tokens=call.prompt + call.spec.answer,
-            shared=call.local + call.returned if call.number == 1 else 0,
+            shared=call.local + call.returned if call.number == 1 else None,
             final=final,
         )
         self._let_in(now_s, released)

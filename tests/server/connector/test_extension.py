@@ -284,14 +284,25 @@ def test_a_preempted_call_is_counted_once(desk: Desk) -> None:
     assert (record.prompt, record.local, record.returned, record.computed) == (21, 16, 0, 5)
 
 
-def test_a_refused_pull_is_the_reason_of_a_loss(desk: Desk) -> None:
-    """The client sees why nothing came back."""
+@pytest.mark.parametrize(
+    ("named", "found", "reason"),
+    [
+        pytest.param(True, 0, "source_gone", id="of a source that was named"),
+        pytest.param(True, 4, "source_gone", id="nothing lost"),
+        pytest.param(False, 0, "source_gone", id="of one that was looked for"),
+        pytest.param(False, 4, "ok", id="looked for, and nothing lost"),
+    ],
+)
+def test_a_refused_pull_is_the_reason_of_a_loss(
+    named: bool, found: int, reason: str, desk: Desk
+) -> None:
+    """The client sees why nothing came back; of what may be nowhere only when it is missed."""
     desk.call("r1", num_blocks=4)
     call = request("r2", num_blocks=4, request="call-1")
     desk.extension.arrived(call)
-    desk.extension.refused_pull("r2", Reason.SOURCE_GONE)
-    desk.answer(call, desk.admit(call))
-    assert desk.record().reason == "source_gone"
+    desk.extension.refused_pull("r2", Reason.SOURCE_GONE, named=named)
+    desk.answer(call, desk.admit(call, found))
+    assert desk.record().reason == reason
 
 
 # --- source ----------------------------------------------------------------------------------

@@ -179,6 +179,31 @@ def test_a_candidate_that_has_just_failed_is_not_waited_for(desk: Desk) -> None:
     assert desk.pull.reason is Reason.SOURCE_GONE
 
 
+def test_a_candidate_that_rests_is_not_asked(desk: Desk) -> None:
+    """Its questions would hold up the threads that verify what others have sent."""
+    desk.book.start("r0", "s", "decode-0", HASHES, desk.now_s)
+    desk.answer(0, EngineFault("decode-0", "no answer"))
+    desk.book.look("r0", 0, desk.now_s)
+    desk.search()
+    desk.directory.answer(NAMES)
+    found = desk.pull.found.result(timeout=0)
+    assert [ask.peer.name for ask in found.asks] == ["decode-1", "decode-2"]
+
+
+def test_a_failure_that_is_heard_late_is_an_old_one(desk: Desk) -> None:
+    """Whoever failed a minute ago and was not asked since may be well."""
+    desk.search()
+    desk.directory.answer(["decode-0", "decode-1"])
+    desk.peers.peeks[0][2].set_running_or_notify_cancel()
+    desk.answer(1, holds(3))
+    desk.look()
+    desk.now_s += 2 * GRACE_S
+    assert desk.look() == 3 * SIZE
+    desk.answer(0, EngineFault("decode-0", "no answer"))
+    desk.now_s += 60
+    assert desk.book.start("r2", "s", "decode-0", HASHES, desk.now_s) is None
+
+
 def test_an_answer_that_does_not_fit_leaves_the_others(desk: Desk) -> None:
     """One was started anew, one names more than it was asked: the third is read from."""
     desk.search()
@@ -260,7 +285,7 @@ def test_a_closed_engine_asks_nobody() -> None:
 
     directory = SlowDirectory()
     finder = Finder(directory, cast(PeerBook, Closed()))
-    found = finder.find("s", HASHES)
+    found = finder.find("s", HASHES, ())
     directory.answer(["decode-0"])
     assert found.result(timeout=0).reason is Reason.SOURCE_GONE
 

@@ -57,7 +57,7 @@ def book() -> Iterator[Callable[..., PeerBook]]:
     with contextlib.ExitStack() as stack:
 
         def start(peers: Mapping[str, str], keys: FleetKeys | None = None) -> PeerBook:
-            made = PeerBook(peers, PRINT, ask_timeout_s=5, keys=keys)
+            made = PeerBook(peers, PRINT, engine_id="mine", ask_timeout_s=5, keys=keys)
             stack.callback(made.close)
             made.start()
             return made

@@ -22,8 +22,9 @@ PRINT = {"vllm": "0.32.0", "weights": "aaaa"}
 class Engine:
     """What a peer answers; changed by the test while it serves."""
 
-    def __init__(self, fingerprint: Mapping[str, str] = PRINT) -> None:
+    def __init__(self, fingerprint: Mapping[str, str] = PRINT, engine_id: str = "decode-0") -> None:
         self.fingerprint = dict(fingerprint)
+        self.engine_id = engine_id
         self.start_id = "start-1"
         self.seen: list[Request] = []
         self.wait: threading.Event | None = None
@@ -32,7 +33,11 @@ class Engine:
         self.seen.append(request)
         match request:
             case Hello():
-                return hello(fingerprint=self.fingerprint, start_id=self.start_id)
+                return hello(
+                    fingerprint=self.fingerprint,
+                    start_id=self.start_id,
+                    engine_id=self.engine_id,
+                )
             case Peek():
                 if self.wait is not None:
                     self.wait.wait(10)
@@ -68,7 +73,7 @@ def book(stack: contextlib.ExitStack) -> Callable[..., PeerBook]:
     """Start a peer book."""
 
     def start(peers: dict[str, str], ask_timeout_s: float = 5.0) -> PeerBook:
-        book = PeerBook(peers, PRINT, ask_timeout_s=ask_timeout_s)
+        book = PeerBook(peers, PRINT, engine_id="mine", ask_timeout_s=ask_timeout_s)
         stack.callback(book.close)
         book.start()
         return book
@@ -105,6 +110,21 @@ def test_an_equal_engine_is_compatible(
     assert record.hello.engine_id == "decode-0"
     assert record.why == ""
     assert peers.all() == [record]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_id_of_two_engines_is_incompatible(
+    own: bool, serve: Callable[..., ControlServer], book: Callable[..., PeerBook]
+) -> None:
+    """NIXL connects once per id, and would read one engine's blocks in the other's memory."""
+    names = ["mine"] if own else ["decode-0", "decode-1"]
+    engines = [Engine(engine_id="mine" if own else "x") for _ in names]
+    peers = book({name: serve(engine).address for name, engine in zip(names, engines, strict=True)})
+    for name in names:
+        record = until(peers, name, PeerState.INCOMPATIBLE)
+        assert "engine_id" in record.why
+    other = "this engine" if own else "peer decode-1"
+    assert other in peers.all()[0].why
 
 
 def test_a_peer_is_unseen_until_it_answers(book: Callable[..., PeerBook]) -> None:
@@ -203,7 +223,7 @@ def test_closing_waits_for_questions_in_flight(
     engine = Engine()
     engine.wait = threading.Event()
     server = serve(engine)
-    peers = PeerBook({"decode-0": server.address}, PRINT, ask_timeout_s=0.2)
+    peers = PeerBook({"decode-0": server.address}, PRINT, engine_id="mine", ask_timeout_s=0.2)
     peers.start()
     peer = until(peers, "decode-0", PeerState.COMPATIBLE)
     asked = [peers.peek(peer, "s", [b"a"]) for _ in range(12)]
@@ -215,7 +235,7 @@ def test_closing_waits_for_questions_in_flight(
 def test_a_book_without_peers_starts_no_thread() -> None:
     """A single engine asks nobody."""
     before = threading.active_count()
-    peers = PeerBook({}, PRINT, ask_timeout_s=1)
+    peers = PeerBook({}, PRINT, engine_id="mine", ask_timeout_s=1)
     peers.start()
     assert threading.active_count() == before
     peers.close()

@@ -85,6 +85,15 @@ def test_who_kept_a_session_last_is_named_first(fleet: Fleet) -> None:
     assert named(prefill.find("another")) == []
 
 
+def test_a_short_retention_does_not_shorten_a_long_one(server: RedisServer, fleet: Fleet) -> None:
+    """A side call of a session, elsewhere or here: who keeps it for an hour is still named."""
+    long, short = fleet.engine("decode-0"), fleet.engine("decode-1")
+    enter(long, retain_s=3600.0)
+    enter(short, retain_s=5.0)
+    enter(long, retain_s=5.0)
+    assert long._redis.ttl(long._place(SESSION)) > 3000
+
+
 def test_it_is_forgotten_when_the_kv_is(server: RedisServer, fleet: Fleet) -> None:
     """The entry lives as long as the retention; without one there is no entry."""
     decode = fleet.engine("decode-0")

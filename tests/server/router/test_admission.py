@@ -120,6 +120,53 @@ def test_what_sessions_share_counts_once() -> None:
     assert core.state().tokens == 80 + 9 * 10
 
 
+def test_a_call_that_is_made_again_does_not_count_as_shared() -> None:
+    """It finds all of its prompt: one such would let everybody in for ever."""
+    core = admission(fits=200)
+    for name in "ab":
+        ask(core, name, tokens=90)
+        core.ended(name, 1.0, well=True, tokens=90, shared=10)
+    ask(core, "c", 2.0, tokens=90, urgent=True)
+    core.ended("c", 3.0, well=True, tokens=90, shared=90)
+    assert core.state().tokens == 10 + 3 * 80
+    assert ask(core, "d", 4.0, tokens=90) is Verdict.WAIT
+
+
+def test_what_is_shared_may_become_less() -> None:
+    """Another kind of agent comes: those who are in count with what they have of their own."""
+    core = admission(fits=1000)
+    for number in range(16):
+        name = f"s{number}"
+        ask(core, name, tokens=90)
+        core.ended(name, 1.0, well=True, tokens=90, shared=80, final=number > 0)
+    assert core.state().tokens == 80 + 10
+    for number in range(16):
+        name = f"t{number}"
+        ask(core, name, tokens=90)
+        core.ended(name, 1.0, well=True, tokens=90, shared=0, final=True)
+    assert core.state().tokens == 90
+
+
+def test_a_session_that_is_over_before_its_last_call_has_ended_leaves() -> None:
+    """The notice overtakes the end of the stream that it follows."""
+    core = admission()
+    ask(core, "a")
+    core.forget("a", 1.0)
+    core.ended("a", 2.0, well=True, tokens=50)
+    assert core.state().sessions == 0
+
+
+def test_who_waits_comes_in_with_an_urgent_call_of_the_same_session() -> None:
+    """It is in the working set now, and its calls always pass."""
+    core = admission(fits=50)
+    ask(core, "a", tokens=50)
+    assert ask(core, "waits", session="s", tokens=50) is Verdict.WAIT
+    arrival = Arrival(call="urgent", session="s", tokens=50, urgent=True)
+    verdict, released = core.ask(arrival, 3.0)
+    assert verdict is Verdict.ENTER
+    assert released == [Release("waits", How.IN_TURN, 3.0)]
+
+
 def test_sessions_count_with_what_they_will_become() -> None:
     """A new session is reckoned with the mean of those before it."""
     core = admission(fits=150)
@@ -221,7 +268,7 @@ class Machine(RuleBasedStateMachine):
         """A call is over; twice changes nothing."""
         call = data.draw(st.sampled_from(sorted(self.inside)))
         final = data.draw(st.booleans())
-        shared = data.draw(st.sampled_from([0, 20]))
+        shared = data.draw(st.sampled_from([None, 0, 20, 100]))
         del self.inside[call]
         self.take(
             self.core.ended(call, self.now_s, well=well, tokens=tokens, shared=shared, final=final)
