@@ -103,6 +103,7 @@ def _an_abort_forgets_the_pull(engine: Engine) -> None:
     def forget(request_id: str) -> Any:
         pull = ended(request_id)
         pulls._pulls.pop(request_id, None)
+        pulls._reading.pop(request_id, None)
         return pull
 
     pulls.ended = forget

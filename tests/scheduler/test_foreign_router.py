@@ -201,7 +201,7 @@ def test_a_directory_that_does_not_help_costs_a_recompute(made: World, answer: A
     prefill.run(asked.is_finished)
     prefill.run()
     assert totals(prefill, "computed_tokens") == len(PROMPT)
-    assert totals(prefill, "calls_source_unknown") == 1
+    assert totals(prefill, "calls_new_session") == 1, "nothing is missed"
     assert totals(prefill, "finds_failed") == 1
     for engine in (prefill, decode):
         engine.assert_no_leak()
