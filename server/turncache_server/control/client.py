@@ -326,10 +326,21 @@ class AsyncControlClient:
                 reply = _matching(await future, number, kind, address)
         except TimeoutError as error:
             raise peer.handshake.too_late(timeout_s) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not this task: the socket was closed under a question that was still being sent,
+            # because another one was refused.
+            raise peer.handshake.too_late(timeout_s) from error
         except (zmq.ZMQError, ProtocolError) as error:
             raise _broken(address, error) from error
         finally:
             peer.waiting.pop(number, None)
+            if not future.cancel() and not future.cancelled():
+                # It may have failed while the question was still being sent: that is heard here,
+                # or asyncio would write of it when it is collected.
+                future.exception()
             if peer.handshake.refusal is not None:
                 self._drop(address, peer)
         if reply is None:

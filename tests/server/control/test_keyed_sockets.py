@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import selectors
 import socket as sockets
 import threading
@@ -96,6 +97,29 @@ def test_who_has_the_secret_is_answered(ask: Ask, keyed: ControlServer) -> None:
     assert ask(FLEET, keyed.address).reason == "r"
     assert set(keyed.dropped.values()) == {0}
     assert keyed.counters()["control_questions"] == 1
+
+
+def test_questions_that_are_still_being_sent_are_refused_with_the_first(
+    keyed: ControlServer,
+) -> None:
+    """Their socket is closed under them: that is no cancellation, and no error stays unheard."""
+    unheard: list[dict[str, Any]] = []
+
+    async def ask_late(client: AsyncControlClient, number: int) -> None:
+        await asyncio.sleep(0.0002 * number)
+        with pytest.raises(EngineRefusal):
+            await client.ask(keyed.address, QUESTION, CallReply, timeout_s=5)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: unheard.append(found))
+        for _ in range(6):
+            client = AsyncControlClient()
+            await asyncio.gather(*(ask_late(client, number) for number in range(50)))
+            await client.close()
+
+    asyncio.run(run())
+    gc.collect()
+    assert unheard == []
 
 
 @pytest.mark.parametrize(
