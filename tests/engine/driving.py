@@ -240,13 +240,18 @@ class Driver:
         status, reply = self.post(f"{self.engine(name).url}/v1/completions", body)
         assert status == 200, reply
 
+    def number(self, name: str, what: str) -> float:
+        """Return a gauge or a counter of an engine."""
+        stats = self.stats(name)
+        return {**stats.counters, **stats.gauges}[what]
+
     def settle(self, name: str, gauge: str, value: float, *, timeout_s: float = 20.0) -> float:
         """Wait until a gauge has a value; returns the last reading."""
         deadline = time.monotonic() + timeout_s
-        reading = self.stats(name).gauges[gauge]
+        reading = self.number(name, gauge)
         while reading != value and time.monotonic() < deadline:
             time.sleep(0.05)
-            reading = self.stats(name).gauges[gauge]
+            reading = self.number(name, gauge)
         return reading
 
 
