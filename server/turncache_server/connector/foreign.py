@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from turncache.protocol import EngineHints
+from turncache_server.stock import HAND_OVER
 
-#: What a proxy asks prefill for.
-_HOLD: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 #: What decode needs of a stock hand-over, and what it may be told beside that.
 _NEEDED: Final = {
     "remote_engine_id": str,
@@ -67,7 +66,7 @@ def leg_of(params: object) -> Leg | None:
     if not isinstance(params, dict):
         return None
     if params.get("do_remote_decode") is True:
-        return Leg(stock=_HOLD)
+        return Leg(stock=HAND_OVER)
     engine_id = params.get("remote_engine_id")
     if params.get("do_remote_prefill") is not True or not isinstance(engine_id, str):
         return None

@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from turncache.errors import EngineFault
-from turncache_server.control.messages import Hello, HelloReply, ModeReply, SetMode
+from turncache_server.control.messages import Hello, HelloReply, ModeReply, Request, SetMode
 from turncache_server.router.breaker import Breaker
 from turncache_server.router.config import EngineConfig, RouterConfig
 from turncache_server.router.errors import LegFailed
@@ -30,7 +30,7 @@ from turncache_server.router.events import (
     EnginesRead,
     Events,
 )
-from turncache_server.router.outcomes import AsksControl
+from turncache_server.router.outcomes import AsksControl, R
 from turncache_server.router.plan import EngineView, Side, Snapshot
 from turncache_server.router.upstream import Upstream
 
@@ -347,14 +347,8 @@ class Pool:
 
     async def _ask_mode(self, engine: _Engine) -> None:
         """Ask whether it pulls and drains; one that does not say keeps what it said before."""
-        address = engine.config.control
-        if address is None:
-            return
-        try:
-            reply = await self._control.ask(
-                address, SetMode(), ModeReply, timeout_s=self._config.control_timeout_s
-            )
-        except EngineFault:
+        reply = await self._asked(engine, SetMode(), ModeReply)
+        if reply is None:
             return
         engine.start_id = reply.start_id or engine.start_id
         if reply.draining is not engine.draining:
@@ -379,17 +373,25 @@ class Pool:
 
     async def _ask_size(self, engine: _Engine) -> None:
         """Ask once per start how large its pool is."""
-        address = engine.config.control
-        if address is None or engine.sized_start_id == engine.start_id:
+        if engine.sized_start_id == engine.start_id:
             return
-        try:
-            reply = await self._control.ask(
-                address, Hello(), HelloReply, timeout_s=self._config.control_timeout_s
-            )
-        except EngineFault:
+        reply = await self._asked(engine, Hello(), HelloReply)
+        if reply is None:
             return
         engine.sized_start_id = engine.start_id
         engine.kept_tokens = reply.num_blocks * reply.block_size or None
+
+    async def _asked(self, engine: _Engine, question: Request, kind: type[R]) -> R | None:
+        """Ask an engine's control socket; None when it has none, or does not answer as such."""
+        address = engine.config.control
+        if address is None:
+            return None
+        try:
+            return await self._control.ask(
+                address, question, kind, timeout_s=self._config.control_timeout_s
+            )
+        except EngineFault:
+            return None
 
     async def _learn(self, engine: _Engine) -> None:
         try:
