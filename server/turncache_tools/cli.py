@@ -14,7 +14,7 @@ from turncache_tools.doctor import doctor
 from turncache_tools.draining import drain
 from turncache_tools.flags import flags
 from turncache_tools.report import report
-from turncache_tools.router_verb import router
+from turncache_tools.router_verb import router, takes_settings
 from turncache_tools.serve import serve
 from turncache_tools.shell import OK, PassingOn, Verb, Verbs, write
 from turncache_tools.stack_options import takes_stack
@@ -50,7 +50,7 @@ def common(
 
 app.command(cls=PassingOn)(takes_stack(serve))
 app.command(cls=PassingOn)(takes_stack(flags))
-app.command(cls=Verb)(router)
+app.command(cls=Verb)(takes_settings(router))
 app.command(cls=Verb)(mode)
 app.command(cls=Verb)(stats)
 app.command(cls=Verb)(sessions)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from turncache.errors import ConfigError, UsageError
-from turncache_server.router.config import fleet_keys, load_config
+from turncache_server.router.config import RouterConfig, fleet_keys, load_config
+from turncache_server.router.flags import ENGINE_FORM, FLAGS, Flag, overrides
 from turncache_server.router.keys import add_key, read_keys
+from turncache_tools.options import with_options
 from turncache_tools.shell import counted, progress, write, write_json
 
 #: Settings that bound what a client may do.
@@ -25,8 +30,71 @@ _LIMITS: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a command line says of the settings.
+
+    Attributes:
+        where: the file, or that there is none, for people.
+    """
+
+    where: str
+    settings: RouterConfig
+
+
+def _given(
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with the router's settings.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help=f"An engine, in place of the file's: {ENGINE_FORM}. Once for each.",
+        ),
+    ] = None,
+    **values: Any,
+) -> Given:
+    """Read file and flags."""
+    settings = load_config(config, overrides(values, engine or ()))
+    return Given(where="no file" if config is None else str(config), settings=settings)
+
+
+def _option(flag: Flag) -> inspect.Parameter:
+    """Return a setting as an option of a verb."""
+    names = f"{flag.option}/--no-{flag.option.removeprefix('--')}"
+    option = typer.Option(
+        names if flag.kind is bool else flag.option,
+        metavar=None if flag.kind is bool else "VALUE",
+        help=flag.legal,
+        rich_help_panel="Settings (router/README.md; they win over the file)",
+    )
+    kind: Any = flag.kind
+    return inspect.Parameter(
+        flag.setting,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
+
+
+def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give ``verb(given, ...)`` in its place ``--config``, ``--engine`` and every setting."""
+
+    def given(**values: Any) -> Given:
+        return _given(**values)
+
+    own = inspect.signature(_given, eval_str=True)
+    named = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    given.__signature__ = own.replace(  # type: ignore[attr-defined]
+        parameters=[*named, *map(_option, FLAGS)]
+    )
+    return with_options(verb, of=given, place="given")
+
+
 def router(
-    config: Annotated[Path, typer.Option(help="TOML file with the router's settings.")],
+    given: Given,
+    *,
     check: Annotated[
         bool, typer.Option("--check", help="Only read the settings, keys and secrets.")
     ] = False,
@@ -49,7 +117,7 @@ def router(
         raise UsageError("--json: it goes with --check")
     if admin_key and new_key is None:
         raise UsageError("--admin-key: it goes with --new-key TENANT")
-    settings = load_config(config)
+    settings = given.settings
     if new_key is not None:
         if not settings.keys_file:
             raise ConfigError("keys_file", "not set; name the file that keeps the digests")
@@ -99,7 +167,7 @@ def router(
                 fleet += f" from {settings.engines_file}"
             if settings.kubernetes_selector:
                 fleet = f"engines that Kubernetes names ({settings.kubernetes_selector})"
-            write(f"{config}: {fleet}, {scheme}://{settings.host}:{settings.port}{secret}, {who}")
+            write(f"{given.where}: {fleet}, {scheme}://{settings.host}:{settings.port}{secret}, {who}")
             write("limits: " + ", ".join(f"{name} {getattr(settings, name):,}" for name in _LIMITS))
         for sentence in warnings:
             progress(sentence)

@@ -35,6 +35,25 @@ def test_a_configuration_is_checked_without_starting(turncache: Run, tmp_path: P
     assert "1 engine, " in turncache("router", "--config", str(path), "--check").out
 
 
+def test_flags_win_over_the_file_and_need_none(turncache: Run, tmp_path: Path) -> None:
+    """A setting is a flag of the same name, and engines are given one by one."""
+    path = tmp_path / "router.toml"
+    path.write_text(f"max_headers = 50\nmax_body_bytes = 2048\n{CONFIG}")
+    flags = ("--max-headers", "20", "--body-timeout-s", "7", "--check", "--json")
+    ran = turncache("router", "--config", str(path), *flags)
+    limits = json.loads(ran.out)["limits"]
+    assert (limits["max_headers"], limits["max_body_bytes"]) == (20, 2048)
+    assert limits["body_timeout_s"] == 7
+    engine = "name=a,side=single,url=http://127.0.0.1:1"
+    ran = turncache("router", "--engine", engine, "--port", "9000", "--no-admin", *flags)
+    assert [each["name"] for each in json.loads(ran.out)["engines"]] == ["a"]
+    assert json.loads(ran.out)["port"] == 9000
+    ran = turncache("router", "--config", str(path), "--max-headers", "1", "--check")
+    assert ran.code == 2
+    assert ran.err.startswith("max_headers: 1: expected")
+    assert turncache("router", "--check").code == 2
+
+
 def test_a_check_names_the_file_of_the_engines(turncache: Run, tmp_path: Path) -> None:
     """Whose engines were counted is said, and a file that cannot be used is refused by name."""
     path, engines = tmp_path / "router.toml", tmp_path / "engines.toml"

@@ -22,6 +22,8 @@ from turncache_server.router.plan import Side
 
 _MIB: Final = 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Settings each of which names the engines.
+_LISTS: Final = ("engines", "engines_file", "kubernetes_selector")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,11 @@ def load_config(
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError("config", f"cannot read {str(path)!r}: {error}") from error
-    return parse_config({**data, **(overrides or {})})
+    overrides = overrides or {}
+    if any(overrides.get(name) for name in _LISTS):
+        # The engines of a flag take the place of the file's, whichever way that names them.
+        data = {name: value for name, value in data.items() if name not in _LISTS}
+    return parse_config({**data, **overrides})
 
 
 def parse_config(data: Mapping[str, object]) -> RouterConfig:
@@ -172,7 +178,7 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
     if url := values.get("redis_url"):
         check_redis_url(url)
     keyed = bool(values.get("fleet_secret_file"))
-    sources = ("engines_file", "kubernetes_selector")
+    _, *sources = _LISTS
     given = [name for name in sources if values.get(name)]
     if len(given) + ("engines" in data) > 1:
         raise ConfigError(

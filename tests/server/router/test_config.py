@@ -13,6 +13,7 @@ from turncache.errors import ConfigError, ProtocolError
 from turncache_server.router import config as module
 from turncache_server.router.__main__ import main
 from turncache_server.router.config import RouterConfig, load_config, parse_config
+from turncache_server.router.flags import FLAGS, overrides
 from turncache_server.router.plan import Side
 
 ONE = {"name": "single-0", "side": "single", "url": "http://127.0.0.1:8100"}
@@ -35,6 +36,38 @@ def test_a_file_with_flags_on_top(tmp_path: Path) -> None:
     assert config.engines[0].control == "tcp://127.0.0.1:5801"
     assert (config.engines[1].engine_id, config.engines[1].side) == ("d", Side.DECODE)
     assert config.engines[1].url == "http://127.0.0.1:8201"
+
+
+def test_every_setting_is_a_flag_of_the_same_name() -> None:
+    """None is missing, and none has a flag whose value the settings would not take."""
+    fields = {item.name: item for item in dataclasses.fields(RouterConfig)}
+    assert {flag.setting for flag in FLAGS} == fields.keys() - {"engines"}
+    for flag in FLAGS:
+        assert flag.option == "--" + flag.setting.replace("_", "-")
+        default = fields[flag.setting].default
+        assert flag.kind is type(default)
+        assert parse_config({"engines": [ONE], flag.setting: default})
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        'engines_file = "engines.toml"\n',
+        'kubernetes_selector = "app=turncache"\n',
+        '[[engines]]\nname = "x"\nside = "single"\nurl = "http://127.0.0.1:1"\n',
+    ],
+)
+def test_engines_of_flags_replace_those_of_the_file(tmp_path: Path, listed: str) -> None:
+    """However the file names its own, and however the flags name theirs."""
+    path, others = tmp_path / "router.toml", tmp_path / "others.toml"
+    path.write_text(f"port = 9000\n{listed}")
+    others.write_text('[[engines]]\nname = "y"\nside = "single"\nurl = "http://127.0.0.1:2"\n')
+    flags = overrides({"ping_s": None}, ["name=z,side=single,url=http://127.0.0.1:3"])
+    config = load_config(path, flags)
+    assert ([engine.name for engine in config.engines], config.port) == (["z"], 9000)
+    assert (config.engines_file, config.kubernetes_selector) == ("", "")
+    config = load_config(path, {"engines_file": str(others)})
+    assert [engine.name for engine in config.engines] == ["y"]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +135,7 @@ def test_an_unreadable_file_is_a_config_error(tmp_path: Path) -> None:
         ["--engine", "nonsense"],
         ["--engine", "name=a,side=single,url=http://127.0.0.1:1", "--port", "99999"],
         ["--config", "/does/not/exist.toml"],
+        ["--engine", "name=a,side=single,url=http://127.0.0.1:1", "--on-disconnect", "keep"],
     ],
 )
 def test_the_command_says_what_is_wrong_and_exits_with_2(
