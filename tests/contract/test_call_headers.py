@@ -98,9 +98,9 @@ def test_golden_outcome_header() -> None:
     assert Outcome.from_header(text) == outcome
 
 
-@pytest.mark.parametrize("version", ["v=2", "v=0", "v=1.0", 'v="1"', "v", "turn=1"])
+@pytest.mark.parametrize("version", ["v=3", "v=0", "v=1.0", 'v="1"', "v", "turn=1"])
 def test_other_versions_are_refused(version: str) -> None:
-    """A call header of another version, or of none, is refused with both versions named."""
+    """A call header two versions away, or of none, is refused with both versions named."""
     identity = Identity(session_id="s", source=SessionSource.SESSION_HEADER)
     with pytest.raises(ProtocolError, match="this side speaks 1"):
         tags_from_headers({"turncache": version}, identity)

@@ -79,11 +79,19 @@ def test_golden_hints() -> None:
 
 @given(HINTS)
 def test_strangers_steer_nothing_but_their_own_retention(hints: EngineHints) -> None:
-    """Without trust, or with another version, only the session and its retention are read."""
+    """Without trust, or two versions away, only the session and its retention are read."""
     only = EngineHints(session=hints.session, retain_s=hints.retain_s)
     assert EngineHints.from_xargs(hints.to_xargs(), trusted=False) == only
-    newer = {**hints.to_xargs(), "tc_v": 2}
-    assert EngineHints.from_xargs(newer, trusted=True) == only
+    for version in (0, 3, "1", None):
+        newer = {**hints.to_xargs(), "tc_v": version}
+        assert EngineHints.from_xargs(newer, trusted=True) == only
+
+
+@given(HINTS)
+def test_a_router_of_the_next_version_is_understood(hints: EngineHints) -> None:
+    """Engines are updated after it: prompts are still handed over, sessions still returned."""
+    newer = {**hints.to_xargs(), "tc_v": 2, "tc_mood": "new"}
+    assert EngineHints.from_xargs(newer, trusted=True) == hints
 
 
 @given(st.dictionaries(st.sampled_from([f"tc_{name}" for name in NAMES]), ANYTHING), st.booleans())

@@ -9,7 +9,10 @@ Version history of :data:`PROTOCOL_VERSION`:
 1. first version.
 
 A change that an older reader would misunderstand raises the version; a new member
-of a dictionary does not, because unknown members are ignored.
+of a dictionary does not, because unknown members are ignored. A version understands its
+neighbours (:data:`SPOKEN_VERSIONS`): of the next one it reads the members that it knows, and
+takes one whose value it does not know for absent. So a version may add words and members, and
+give a member another meaning only under another name.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from turncache.protocol.words import (
     PROTOCOL_VERSION,
     REQUEST_ID_HEADER,
     SESSION_HEADER,
+    SPOKEN_VERSIONS,
     TOOLS_HEADER,
     Boundary,
     Cause,
@@ -70,6 +74,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "REQUEST_ID_HEADER",
     "SESSION_HEADER",
+    "SPOKEN_VERSIONS",
     "STRIPPED_BODY_MEMBERS",
     "TOOLS_HEADER",
     "XARG_PREFIX",

@@ -15,6 +15,7 @@ from turncache.protocol.words import (
     MAX_SESSION_ID_CHARS,
     MIN_PRIORITY,
     PROTOCOL_VERSION,
+    SPOKEN_VERSIONS,
 )
 
 #: Prefix of every scalar of ours in ``vllm_xargs``.
@@ -81,8 +82,8 @@ class EngineHints:
 
         Args:
             xargs: the request's extra arguments.
-            trusted: whether our router is in front; otherwise only the session and a
-                clipped retention are read.
+            trusted: whether our router is in front; otherwise, or when its version is too far
+                from ours, only the session and a clipped retention are read.
 
         Returns:
             The hints, or None without a legal session.
@@ -91,7 +92,7 @@ class EngineHints:
         if session is None:
             return None
         retain_s = _seconds(xargs.get("tc_retain_s"))
-        if not trusted or xargs.get("tc_v") != PROTOCOL_VERSION:
+        if not trusted or xargs.get("tc_v") not in SPOKEN_VERSIONS:
             return cls(session=session, retain_s=retain_s)
         priority = xargs.get("tc_priority", DEFAULT_PRIORITY)
         return cls(

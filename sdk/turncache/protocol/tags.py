@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -21,6 +21,7 @@ from turncache.protocol.words import (
     PARENT_HEADER,
     PROTOCOL_VERSION,
     SESSION_HEADER,
+    SPOKEN_VERSIONS,
     TOOLS_HEADER,
     Cause,
 )
@@ -110,48 +111,79 @@ def tags_from_headers(headers: Mapping[str, str], identity: Identity) -> CallTag
         identity: result of :func:`identify`.
 
     Raises:
-        ProtocolError: on a version that is not spoken here, or a member of the wrong type.
+        ProtocolError: on a version that is not spoken here, or a member of the wrong type. What
+            the next version says in words that are not known here counts as unsaid.
     """
     if _TAG_HEADERS.isdisjoint(headers):
         return CallTags(session_id=identity.session_id, parent_id=identity.parent_id)
     members = parse_dictionary(CALL_HEADER, headers.get(CALL_HEADER.lower(), ""))
-    if members:
-        check_version(CALL_HEADER, members)
+    if members and check_version(CALL_HEADER, members) > PROTOCOL_VERSION:
+        members = _known(members)
     final = headers.get(FINAL_HEADER.lower(), "false").strip().lower()
     if final not in ("true", "false"):
         raise ProtocolError(FINAL_HEADER, f"{shown(final)}: expected true or false")
-    cause = members.get("cause")
-    if cause is not None and cause not in set(Cause):
-        raise ProtocolError(CALL_HEADER, f"cause={cause}: expected one of {_words(Cause)}")
     return CallTags(
         session_id=identity.session_id,
         parent_id=identity.parent_id,
         final=final == "true",
         turn=_count(members, "turn"),
         call=_count(members, "call"),
-        cause=None if cause is None else Cause(str(cause)),
+        cause=_cause(members),
         retain_s=_retain(members),
         priority=_priority(members),
         tools=parse_tools(headers.get(TOOLS_HEADER.lower(), "")),
     )
 
 
-def check_version(header: str, members: Mapping[str, Item]) -> None:
-    """Refuse a dictionary whose version is not spoken here.
+def check_version(header: str, members: Mapping[str, Item]) -> int:
+    """Return a dictionary's version.
 
     Raises:
-        ProtocolError: when member ``v`` is missing or another version.
+        ProtocolError: when member ``v`` is missing, or neither ours nor a neighbour of it.
     """
     version = members.get("v")
     # Python's True and 1.0 equal 1; on the wire they are other items.
-    if type(version) is not int or version != PROTOCOL_VERSION:
+    if type(version) is not int or version not in SPOKEN_VERSIONS:
         raise ProtocolError(
-            header, f"version {version!r} is not supported; this side speaks {PROTOCOL_VERSION}"
+            header,
+            f"version {version!r} is not supported; this side speaks {PROTOCOL_VERSION}, and "
+            "understands the versions next to it",
         )
+    return version
+
+
+def _known(members: Mapping[str, Item]) -> dict[str, Item]:
+    """Return the members of the next version whose values mean something here."""
+    readers: dict[str, Callable[[Mapping[str, Item]], object]] = {
+        "turn": lambda each: _count(each, "turn"),
+        "call": lambda each: _count(each, "call"),
+        "cause": _cause,
+        "retain": _retain,
+        "priority": _priority,
+    }
+    known: dict[str, Item] = {}
+    for name, read in readers.items():
+        if name not in members:
+            continue
+        try:
+            read(members)
+        except ProtocolError:
+            continue
+        known[name] = members[name]
+    return known
 
 
 def _words(kind: type[enum.StrEnum]) -> str:
     return ", ".join(member.value for member in kind)
+
+
+def _cause(members: Mapping[str, Item]) -> Cause | None:
+    cause = members.get("cause")
+    if cause is None:
+        return None
+    if cause not in set(Cause):
+        raise ProtocolError(CALL_HEADER, f"cause={cause}: expected one of {_words(Cause)}")
+    return Cause(str(cause))
 
 
 def _count(members: Mapping[str, Item], name: str) -> int | None:

@@ -6,6 +6,13 @@ import enum
 from typing import Final
 
 PROTOCOL_VERSION: Final = 1
+#: Versions that differ from ours by this much are understood, so that clients, routers and engines
+#: can be updated one after the other.
+VERSION_SKEW: Final = 1
+#: Versions whose messages are read. There is none before 1.
+SPOKEN_VERSIONS: Final = range(
+    max(1, PROTOCOL_VERSION - VERSION_SKEW), PROTOCOL_VERSION + VERSION_SKEW + 1
+)
 
 # --- request headers -------------------------------------------------------------
 SESSION_HEADER: Final = "X-Session-ID"
