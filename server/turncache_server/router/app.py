@@ -43,7 +43,7 @@ from turncache_server.router.handlers import (
 )
 from turncache_server.router.keys import ANYBODY, Caller, KeyFile
 from turncache_server.router.limits import BoundedRunner, InFlight, check_headers
-from turncache_server.router.logs import log_event
+from turncache_server.router.logs import Log
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.next_prompts import NextPrompts
 from turncache_server.router.pool import Pool
@@ -122,7 +122,7 @@ async def serving(
     forecast = Forecast(config.max_sessions)
     shared = shared_waits(config, forecast.learn)
     traces = traces or otlp_traces(config)
-    own = [each for each in (log_event, metrics, shared, traces) if each is not None]
+    own = [each for each in (Log(), metrics, shared, traces) if each is not None]
     events = Events((*own, *listeners))
     own_key = engine_key(config)
     keys = fleet_keys(config)
@@ -324,7 +324,14 @@ class _Edge:
     def _refused(self, request: web.Request, error: ApiError) -> web.Response:
         name = request.match_info.route.name
         api = name if name in _API_NAMES else "other"
-        self._services.events.emit(CallRefused(api=api, code=error.status))
+        self._services.events.emit(
+            CallRefused(
+                api=api,
+                code=error.status,
+                request=request[REQUEST_ID],
+                why=error.code or error.kind,
+            )
+        )
         if error.status == 503 and error.retry_after_s is None:
             error.retry_after_s = self._services.config.retry_after_s
         return error_response(request.path, error)

@@ -81,6 +81,7 @@ class PlannedCall:
         self._opening = Opening(services, call, plan, self._prefilled)
         self._overhead_s: float | None = None
         self._witness: EngineView | None = None
+        self._answered_by: EngineView | None = None
         self._question: asyncio.Task[Asked] | None = None
         self._ended_well: Ending | None = None
         self._streamed = False
@@ -98,6 +99,8 @@ class PlannedCall:
                 tenant=call.caller.label,
                 elapsed_s=self._since_start(),
                 trace=forwarded(call.headers, TRACE_HEADERS),
+                path=call.api.path,
+                model=call.asked.model,
             )
         )
         code = 500
@@ -178,6 +181,7 @@ class PlannedCall:
 
     async def _relay(self, opened: Opened) -> Relayed:
         self._witness = self._witness or opened.engine
+        self._answered_by = opened.engine
         headers = opened.leg.headers(ANSWER_HEADERS) | await self._outcome_header()
         self._record.ttft_s = self._since_start()
         self._overhead_s = self._record.ttft_s - self._opening.engine_s - self._call.queued_s
@@ -383,6 +387,8 @@ class PlannedCall:
         record.state = {None: "done", "client_gone": "cancelled"}.get(problem, "failed")
         if self._question is not None:
             self._question.cancel()
+        usage = None if ending is None else ending.usage
+        served = dict.fromkeys(view.name for view in (self._witness, self._answered_by) if view)
         self._services.events.emit(
             CallEnded(
                 request=self._call.request,
@@ -399,6 +405,11 @@ class PlannedCall:
                 total_s=record.total_s,
                 overhead_s=self._overhead_s,
                 queued_s=self._call.queued_s,
+                tenant=self._call.caller.label,
+                engines=tuple(served),
+                finish_reason=None if ending is None else ending.finish_reason,
+                prompt_tokens=None if usage is None else usage.prompt_tokens,
+                answer_tokens=None if usage is None else usage.completion_tokens,
             )
         )
         if self._services.gate is not None:

@@ -17,10 +17,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRefused:
-    """The router answered a request itself, without a plan."""
+    """The router answered a request itself, without a plan.
+
+    Attributes:
+        why: a word of a closed list: code or type of the error.
+    """
 
     api: str
     code: int
+    request: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOn:
+    """A request that needs no plan was answered by an engine.
+
+    Attributes:
+        api: last part of its path.
+    """
+
+    request: str
+    api: str
+    engine: str
+    code: int
+    total_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +67,8 @@ class CallStarted:
         tenant: what engines know its tenant by, None without keys.
         elapsed_s: seconds since the request has arrived.
         trace: the client's headers of trace context, by lower-case names.
+        path: of the API.
+        model: that was asked for, None for the engine's default.
     """
 
     request: str
@@ -53,6 +76,8 @@ class CallStarted:
     tenant: str | None
     elapsed_s: float
     trace: Mapping[str, str]
+    path: str = ""
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +86,13 @@ class LegStarted:
 
     Attributes:
         kind: ``prefill``, ``decode`` or ``single``.
+        url: of the engine.
     """
 
     request: str
     engine: str
     kind: str
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +111,11 @@ class CallEnded:
         overhead_s: part of ``ttft_s`` that no engine was working, None without a first byte;
             without ``queued_s``.
         queued_s: part of ``ttft_s`` that the call waited to be let in.
+        tenant: what engines know its tenant by, None without keys.
+        engines: names of those that have served it, in the order of its legs.
+        finish_reason: in the words of its API.
+        prompt_tokens: as the engine that answered counts them, None when it has not said.
+        answer_tokens: likewise.
     """
 
     request: str
@@ -100,6 +132,11 @@ class CallEnded:
     total_s: float
     overhead_s: float | None
     queued_s: float = 0.0
+    tenant: str | None = None
+    engines: tuple[str, ...] = ()
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    answer_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +321,7 @@ class WaitsExchanged:
 
 Event = (
     CallRefused
+    | PassedOn
     | CallAdmitted
     | CallStarted
     | LegStarted

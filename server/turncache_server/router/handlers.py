@@ -19,12 +19,13 @@ from turncache_server.router.body import Body
 from turncache_server.router.calls import CLIENT_GONE, PlannedCall
 from turncache_server.router.config import EngineConfig
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
-from turncache_server.router.events import CallRefused
+from turncache_server.router.events import CallRefused, PassedOn
 from turncache_server.router.intake import Intake, tags_of
 from turncache_server.router.keys import Caller
 from turncache_server.router.legs import ANSWER_HEADERS, TRACE_HEADERS, forwarded
 from turncache_server.router.limits import read_body
 from turncache_server.router.metrics import Metrics
+from turncache_server.router.place import rank
 from turncache_server.router.plan import Readiness, Side
 from turncache_server.router.services import Services
 from turncache_server.router.signals import holders, send_signal
@@ -106,7 +107,14 @@ class Handlers:
             if not answer.started:
                 raise
             # A stream that was kept alive while it waited to be let in.
-            services.events.emit(CallRefused(api=api.name, code=error.status))
+            services.events.emit(
+                CallRefused(
+                    api=api.name,
+                    code=error.status,
+                    request=request[REQUEST_ID],
+                    why=error.code or error.kind,
+                )
+            )
             return await _failed(answer, error)
         finally:
             if services.gate is not None:
@@ -114,24 +122,33 @@ class Handlers:
 
     async def pass_on(self, request: web.Request) -> web.Response:
         """Serve what needs no plan: one engine's answer, in one piece."""
-        body = Body.parse(
-            await self._json_body(request), max_depth=self._services.config.max_body_depth
-        )
+        services, started_s = self._services, self._services.clock()
+        body = Body.parse(await self._json_body(request), max_depth=services.config.max_body_depth)
         headers = {**self._engine_headers(request), "content-type": "application/json"}
         clean = body.edited(put={})
-        for engine in self._serving_engines():
+        engines = self._serving_engines(body.get("model"), request[REQUEST_ID])
+        for engine in engines:
             try:
-                leg = await self._services.upstream.post(
-                    engine, request.path, clean, lambda: headers
-                )
+                leg = await services.upstream.post(engine, request.path, clean, lambda: headers)
                 async with leg:
                     first = await leg.first_chunk()
-                    whole = await leg.rest(first, self._services.config.max_answer_bytes)
+                    whole = await leg.rest(first, services.config.max_answer_bytes)
             except LegFailed as failure:
-                self._services.pool.failed(engine.name, failure.kind)
+                services.pool.failed(engine.name, failure.kind)
                 if failure.consumed:
-                    raise failure.to_api_error(self._services.config.retry_after_s) from failure
+                    raise failure.to_api_error(services.config.retry_after_s) from failure
                 continue
+            if leg.status == 503 and engine is not engines[-1]:
+                continue  # it has too much to do, and has done nothing
+            services.events.emit(
+                PassedOn(
+                    request=request[REQUEST_ID],
+                    api=request.path.rpartition("/")[2],
+                    engine=engine.name,
+                    code=leg.status,
+                    total_s=services.clock() - started_s,
+                )
+            )
             return web.Response(status=leg.status, body=whole, headers=leg.headers(ANSWER_HEADERS))
         raise self._no_engine()
 
@@ -199,7 +216,7 @@ class Handlers:
 
     async def models(self, request: web.Request) -> web.Response:
         """Serve ``GET /v1/models`` from an engine that answers clients."""
-        for engine in self._serving_engines():
+        for engine in self._serving_engines(key=request[REQUEST_ID]):
             try:
                 status, body = await self._services.upstream.get(
                     engine,
@@ -274,13 +291,20 @@ class Handlers:
         if self._services.keys is not None and not request[CALLER].admin:
             raise ApiError(403, "This needs an admin's key.", code="forbidden")
 
-    def _serving_engines(self) -> list[EngineConfig]:
-        """Return the engines that answer clients: the live ones, or all when none is."""
+    def _serving_engines(self, model: object = None, key: str = "") -> list[EngineConfig]:
+        """Return the engines that answer clients: the live ones, or all when none is.
+
+        Args:
+            model: that is asked for: those that serve it, where one is known to.
+            key: spreads requests: another one for each.
+        """
         snapshot = self._services.snapshot()
         side = Side.SINGLE if Side.SINGLE in snapshot.needed_sides else Side.DECODE
         engines = snapshot.of_side(side)
         live = [engine for engine in engines if engine.live] or engines
-        return [self._services.pool.config_of(engine.name) for engine in live]
+        able = [engine for engine in live if isinstance(model, str) and model in engine.models]
+        names = [engine.name for engine in able or live]
+        return [self._services.pool.config_of(name) for name in rank(key, names)]
 
     def _engine_headers(self, request: web.Request) -> dict[str, str]:
         client = self._headers(request)

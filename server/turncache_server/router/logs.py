@@ -1,11 +1,19 @@
-"""The log as a listener: one line per call, one per change of an engine."""
+"""The log as a listener: one line per call, one per change of an engine.
+
+A call's line is written when its outcome is known, or will not be; beside it there are lines of
+what went wrong on the way (a leg that failed, an outcome that was missing).
+"""
 
 from __future__ import annotations
 
 import logging
+from typing import Final
 
+from turncache.protocol import Outcome
 from turncache_server.router.events import (
     CallEnded,
+    CallRefused,
+    CallSettled,
     EngineChanged,
     EngineDrains,
     EnginePulls,
@@ -16,31 +24,79 @@ from turncache_server.router.events import (
     LegFailure,
     OutcomeKnown,
     OutcomeMissing,
+    PassedOn,
     WaitsExchanged,
 )
 
 logger = logging.getLogger("turncache.router")
 
+_COUNTS: Final = ("prompt", "local", "returned", "computed", "lost", "at")
 
-def log_event(event: Event) -> None:
-    """Write an event to the log; sessions appear as digests, prompts and keys never."""
+
+class Log:
+    """Writes events to the log; sessions appear as digests, prompts and keys never.
+
+    Owner of the calls that have ended and are not settled: a call is one line, with its outcome.
+    """
+
+    def __init__(self) -> None:
+        self._ended: dict[str, CallEnded] = {}
+        self._outcomes: dict[str, Outcome] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Write an event, or keep it for the line that it belongs to."""
+        match event:
+            case CallEnded():
+                self._ended[event.request] = event
+            case OutcomeKnown() if event.request in self._ended:
+                self._outcomes[event.request] = event.outcome
+            case CallSettled() if event.request in self._ended:
+                _log_call(self._ended.pop(event.request), self._outcomes.pop(event.request, None))
+            case CallRefused():
+                logger.log(
+                    logging.WARNING if event.code >= 500 else logging.INFO,
+                    "request %s refused: api=%s code=%d why=%s",
+                    *(event.request, event.api, event.code, event.why),
+                )
+            case PassedOn():
+                logger.info(
+                    "request %s: api=%s engines=%s code=%d total=%.3f s",
+                    *(event.request, event.api, event.engine, event.code, event.total_s),
+                )
+            case _:
+                _log_other(event)
+
+
+def _log_call(event: CallEnded, outcome: Outcome | None) -> None:
+    """Write the line of a call: what is known of it, name by name."""
+    reason = event.reason if outcome is None else outcome.reason
+    facts: dict[str, object] = {
+        "api": event.api,
+        "tenant": event.tenant,
+        "plan": event.plan.value,
+        "reason": reason.value,
+        "engines": ",".join(event.engines) or None,
+        "code": event.code,
+        "problem": event.problem,
+        "boundary": None if event.boundary is None else event.boundary.value,
+        "queued": f"{event.queued_s:.3f}" if event.queued_s else None,
+        "ttft": None if event.ttft_s is None else f"{event.ttft_s:.3f}",
+        "total": f"{event.total_s:.3f}",
+        "answer": event.answer_tokens,
+    }
+    if outcome is not None:
+        facts |= {name: getattr(outcome, name) for name in _COUNTS}
+    logger.log(
+        logging.INFO if event.problem is None else logging.WARNING,
+        "call %s session %s: %s",
+        event.request,
+        event.session,
+        " ".join(f"{name}={value}" for name, value in facts.items() if value is not None),
+    )
+
+
+def _log_other(event: Event) -> None:
     match event:
-        case CallEnded():
-            logger.log(
-                logging.INFO if event.problem is None else logging.WARNING,
-                "call %s session %s: plan=%s reason=%s code=%d%s%s ttft=%s total=%.3f s",
-                event.request,
-                event.session,
-                event.plan.value,
-                event.reason.value,
-                event.code,
-                "" if event.problem is None else f" problem={event.problem}",
-                f" queued={event.queued_s:.3f}" if event.queued_s else "",
-                "-" if event.ttft_s is None else f"{event.ttft_s:.3f}",
-                event.total_s,
-            )
-        case OutcomeKnown():
-            logger.info("call %s: %s", event.request, event.outcome.to_header())
         case OutcomeMissing():
             said = f": {event.detail}" if event.detail else ""
             logger.warning("call %s: outcome missing (%s)%s", event.request, event.why, said)

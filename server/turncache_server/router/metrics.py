@@ -26,6 +26,7 @@ from turncache_server.router.events import (
     LegFailure,
     OutcomeKnown,
     OutcomeMissing,
+    PassedOn,
     SignalSent,
     WaitEnded,
     WaitsExchanged,
@@ -55,7 +56,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             "turncache_router_requests_total",
-            "Requests by API, plan (none: refused by the router) and HTTP status.",
+            "Requests by API, plan (none: refused by the router, or passed on) and HTTP status.",
             ("api", "plan", "code"),
             registry=registry,
         )
@@ -212,8 +213,8 @@ class Metrics:
     def __call__(self, event: Event) -> None:
         """Count an event."""
         match event:
-            case CallRefused() | CallAdmitted():
-                self._before_a_plan(event)
+            case CallRefused() | PassedOn() | CallAdmitted():
+                self._without_a_plan(event)
             case CallStarted():
                 self._active.inc()
             case CallEnded():
@@ -236,8 +237,8 @@ class Metrics:
             case _:
                 self._fleet(event)
 
-    def _before_a_plan(self, event: CallRefused | CallAdmitted) -> None:
-        if isinstance(event, CallRefused):
+    def _without_a_plan(self, event: CallRefused | PassedOn | CallAdmitted) -> None:
+        if not isinstance(event, CallAdmitted):
             self._requests.labels(event.api, "none", str(event.code)).inc()
             return
         self._admitted.labels(event.result).inc()

@@ -155,7 +155,12 @@ class Opening:
         while True:
             engine = left.pop(0)
             self._services.events.emit(
-                LegStarted(request=self._call.request, engine=engine.name, kind=kind)
+                LegStarted(
+                    request=self._call.request,
+                    engine=engine.name,
+                    kind=kind,
+                    url=self._services.pool.config_of(engine.name).url,
+                )
             )
             began_s = self._services.clock()
             try:

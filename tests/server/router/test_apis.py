@@ -486,6 +486,22 @@ async def test_tokens_are_counted_by_an_engine_that_serves(pair: Pair) -> None:
     assert not pair.prefill.passed_on
 
 
+async def test_what_is_passed_on_is_spread_over_the_engines_that_serve_its_model() -> None:
+    """Neither all of it on the first, nor any on one that lacks an adapter."""
+    a, b = FakeEngine("a"), FakeEngine("b", models=["fake", "adapter"])
+    async with fake_engines(a, b), bench(a, b) as running:
+        await running.ready()
+        for _ in range(24):
+            await running.http.post("/tokenize", json={"model": "fake", "prompt": "x"})
+        assert a.passed_on
+        assert b.passed_on
+        for engine in (a, b):
+            engine.passed_on.clear()
+        for _ in range(4):
+            await running.http.post("/tokenize", json={"model": "adapter", "prompt": "x"})
+        assert (len(a.passed_on), len(b.passed_on)) == (0, 4)
+
+
 async def test_without_an_engine_nothing_is_passed_on() -> None:
     """A dead engine is a 503 that may be tried again."""
     engine = FakeEngine()
