@@ -2,8 +2,9 @@
 
 :class:`Traces` owns the spans that are open. Of a call they hold what its log line and its
 metrics hold, in the words that the client puts on its own span; no prompt, no answer, no key,
-and of the session only the digest. The API and SDK of OpenTelemetry are imported where traces
-are asked for and nowhere else.
+and of the session only the digest. What the conventions for GenAI and HTTP have a name for has
+that name; so ``gen_ai.conversation.id``, which is the session's own id, is the client's to say.
+The API and SDK of OpenTelemetry are imported where traces are asked for and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 from turncache.errors import ConfigError
 from turncache.protocol import Outcome
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 _NS: Final = 1_000_000_000
 _OUTCOME: Final = ("prompt", "local", "returned", "computed", "lost", "plan", "reason", "at")
+#: What an API's calls are by the conventions; all others are chats.
+_OPERATIONS: Final = {"completions": "text_completion"}
+_PORTS: Final = {"http": 80, "https": 443}
 
 
 @dataclass(slots=True)
@@ -41,11 +46,13 @@ class _Open:
     """The spans of a call that is not settled.
 
     Attributes:
+        asked: attributes of what was asked for, which the legs' spans have as well.
         leg: of the leg that runs, None between two.
         ended_ns: when the call was over, None while it runs.
     """
 
     call: Span
+    asked: Mapping[str, Any]
     leg: Span | None = None
     ended_ns: int | None = None
 
@@ -124,26 +131,44 @@ class Traces:
         from opentelemetry.context import Context  # noqa: PLC0415
         from opentelemetry.trace import SpanKind  # noqa: PLC0415
 
+        asked = {
+            "gen_ai.operation.name": _OPERATIONS.get(event.api, "chat"),
+            "gen_ai.provider.name": "vllm",
+        }
+        if event.model is not None:
+            asked["gen_ai.request.model"] = event.model
         span = self._tracer.start_span(
             f"call {event.api}",
             # Of the client, or the root of a trace of its own.
             context=self._propagator.extract(event.trace, Context()),
             kind=SpanKind.SERVER,
             start_time=self._now_ns() - int(event.elapsed_s * _NS),
-            attributes={"turncache.request": event.request, "turncache.api": event.api},
+            attributes={
+                **asked,
+                "turncache.request": event.request,
+                "turncache.api": event.api,
+                "http.request.method": "POST",
+                "http.route": event.path,
+            },
         )
-        self._open[event.request] = _Open(span)
+        self._open[event.request] = _Open(span, asked)
 
     def _begin_leg(self, opened: _Open, event: LegStarted) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context  # noqa: PLC0415
 
         self._end_leg(opened)
+        url = urlsplit(event.url)
         opened.leg = self._tracer.start_span(
             f"leg {event.kind}",
             context=set_span_in_context(opened.call),
             kind=SpanKind.CLIENT,
             start_time=self._now_ns(),
-            attributes={"turncache.engine": event.engine},
+            attributes={
+                **opened.asked,
+                "turncache.engine": event.engine,
+                "server.address": url.hostname or "",
+                "server.port": url.port or _PORTS.get(url.scheme, 0),
+            },
         )
 
     def _end_leg(self, opened: _Open, problem: str | None = None) -> None:
@@ -167,6 +192,11 @@ class Traces:
                 "turncache.ttft_s": event.ttft_s,
                 "turncache.overhead_s": event.overhead_s,
                 "turncache.queued_s": event.queued_s or None,
+                "gen_ai.usage.input_tokens": event.prompt_tokens,
+                "gen_ai.usage.output_tokens": event.answer_tokens,
+                "gen_ai.response.finish_reasons": None
+                if event.finish_reason is None
+                else (event.finish_reason,),
             },
         )
         _fail(opened.call, event.problem)

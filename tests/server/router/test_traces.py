@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.fakes.engine import FakeEngine, Script, fake_engines, fake_pair
-from tests.server.router.support import MESSAGES, TOOLS, Bench, bench, outcome_of
+from tests.server.router.support import CHAT, MESSAGES, TOOLS, Bench, bench, outcome_of
 from turncache.errors import ConfigError
 from turncache_server.control.messages import session_digest
 from turncache_server.router.traces import Traces
@@ -24,6 +24,12 @@ pytestmark = pytest.mark.anyio
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01", "tracestate": "vendor=x"}
+#: By the conventions for GenAI, on a call and on its legs.
+ASKED = {
+    "gen_ai.operation.name": "chat",
+    "gen_ai.provider.name": "vllm",
+    "gen_ai.request.model": "fake",
+}
 NOBODY = [{"name": "a", "side": "single", "url": "http://127.0.0.1:1"}]
 
 
@@ -79,16 +85,28 @@ async def test_a_call_is_a_span_with_its_legs_as_children(spans: Spans, stream: 
     for leg, engine in ((first, prefill), (second, decode)):
         assert leg.parent == call.context
         assert leg.kind is SpanKind.CLIENT
-        assert attributes(leg) == {"turncache.engine": engine.name}
+        assert attributes(leg) == {
+            **ASKED,
+            "turncache.engine": engine.name,
+            "server.address": "127.0.0.1",
+            "server.port": engine.port,
+        }
         (seen,) = engine.seen
         assert seen.headers["traceparent"] == header_of(leg)
         assert seen.headers["tracestate"] == "vendor=x"
     assert call.start_time <= first.start_time <= first.end_time <= second.start_time
     assert second.end_time <= call.end_time
     told = attributes(call)
+    usage = () if stream else ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens")
+    for name in usage:
+        assert told.pop(name) > 0
     for name in ("turncache.prefill_s", "turncache.ttft_s", "turncache.overhead_s"):
         assert told.pop(name) >= 0
     assert told == {
+        **ASKED,
+        "http.request.method": "POST",
+        "http.route": CHAT,
+        "gen_ai.response.finish_reasons": ("tool_calls",),
         "turncache.request": request,
         "turncache.api": "chat",
         "turncache.session": session_digest("geheim"),
@@ -108,6 +126,22 @@ async def test_a_call_is_a_span_with_its_legs_as_children(spans: Spans, stream: 
     text = f"{told} {attributes(first)} {attributes(second)}"
     assert "geheim" not in text
     assert MESSAGES[1]["content"][:9] not in text
+
+
+async def test_other_apis_have_the_operation_of_the_conventions(spans: Spans) -> None:
+    """A model that nobody has named is not made up; usage is read in each API's own words."""
+    engine = FakeEngine()
+    async with fake_engines(engine), bench(engine, traces=spans.traces) as running:
+        await running.http.post("/v1/completions", json={"prompt": "x"})
+        body = {"model": "fake", "max_tokens": 9, "messages": MESSAGES[1:]}
+        await running.http.post("/v1/messages", json=body)
+        calls = [s for s in await spans.of(running, 2) if s.name.startswith("call")]
+    first, second = map(attributes, calls)
+    assert first["gen_ai.operation.name"] == "text_completion"
+    assert "gen_ai.request.model" not in first
+    assert second["gen_ai.operation.name"] == "chat"
+    assert (first["http.route"], second["http.route"]) == ("/v1/completions", "/v1/messages")
+    assert second["gen_ai.usage.output_tokens"] > 0
 
 
 async def test_a_leg_that_fails_is_a_child_with_an_error(spans: Spans) -> None:
