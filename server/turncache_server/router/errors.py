@@ -10,6 +10,8 @@ from turncache.errors import EngineFault, TurncacheError
 
 INVALID_REQUEST: Final = "invalid_request_error"
 SERVER_ERROR: Final = "server_error"
+#: Kinds of :class:`LegFailed` that are about time.
+_LATE: Final = ("timeout", "too_long")
 
 
 class ApiError(TurncacheError):
@@ -108,8 +110,9 @@ class LegFailed(EngineFault):
     """Raised when a leg got no usable answer from its engine.
 
     Attributes:
-        kind: ``refused``, ``unavailable``, ``timeout``, ``disconnected`` or ``bad_answer``;
-            a closed list, it is a metric label.
+        kind: ``refused``, ``unavailable``, ``timeout``, ``too_long`` (an answer that goes on
+            beyond its time), ``disconnected`` or ``bad_answer``; a closed list, it is a metric
+            label.
         problem: what the engine did, in words without its name or address.
         consumed: whether the engine may have worked on the request: another engine is only
             tried when it has not.
@@ -139,7 +142,7 @@ class LegFailed(EngineFault):
 
     def to_api_error(self, retry_after_s: float) -> ApiError:
         """Make the client's error: 503 when nothing was consumed, else 502, or 504 in time."""
-        status = 503 if not self.consumed else 504 if self.kind == "timeout" else 502
+        status = 503 if not self.consumed else 504 if self.kind in _LATE else 502
         return ApiError(
             status,
             f"The engine {self.problem}. Nothing of the session is lost; try again.",

@@ -91,7 +91,7 @@ class Handlers:
         started_s = services.clock()
         headers = self._headers(request)
         body = Body.parse(await self._json_body(request), max_depth=services.config.max_body_depth)
-        answer = ClientAnswer(request, api.errors)
+        answer = ClientAnswer(request, api.errors, stall_s=services.config.client_stall_s)
         try:
             call, plan = await self._intake.planned(
                 api,

@@ -254,8 +254,14 @@ class Opening:
 
     async def _post(self, engine: EngineView, kind: str, body: bytes) -> EngineAnswer:
         config = self._services.pool.config_of(engine.name)
+        # Decode answers with a stream; prefill's one token is all that there is to wait for.
+        limit_s = self._services.config.prefill_timeout_s if kind == "p" else None
         request = self._services.upstream.post(
-            config, self._call.api.path, body, lambda: self._leg_headers(kind)
+            config,
+            self._call.api.path,
+            body,
+            lambda: self._leg_headers(kind),
+            limit_s=limit_s,
         )
         if self._services.config.on_disconnect == "cancel":
             return await request

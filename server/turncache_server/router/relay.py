@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -72,7 +74,8 @@ class Relay:
         failure: LegFailed | None = None
         last = b""
         try:
-            last = await self._pass_on(stream)
+            async with self._in_time():
+                last = await self._pass_on(stream)
         except LegFailed as error:
             # After its last event the client has everything, however the connection ends.
             failure = None if stream.done else error
@@ -99,7 +102,8 @@ class Relay:
             ClientGone: the client has left.
         """
         try:
-            body = await self.opened.leg.rest(self.opened.first, self.config.max_answer_bytes)
+            async with self._in_time():
+                body = await self.opened.leg.rest(self.opened.first, self.config.max_answer_bytes)
         except LegFailed as failure:
             error = failure.to_api_error(self.config.retry_after_s)
             response = await self.answer.fail(error)
@@ -119,6 +123,25 @@ class Relay:
             200, self.headers, drop_members(body, STRIPPED_BODY_MEMBERS)
         )
         return Relayed(response=response, code=200, ending=ending)
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Bound what is done in the block to the time that an answer may take.
+
+        Raises:
+            LegFailed: it took longer.
+        """
+        limit_s = self.config.answer_timeout_s
+        try:
+            async with asyncio.timeout(limit_s or None):
+                yield
+        except TimeoutError as error:
+            raise LegFailed(
+                self.opened.engine.name,
+                "too_long",
+                f"was still answering after {limit_s:g} s",
+                consumed=True,
+            ) from error
 
     async def _pass_on(self, stream: AnswerStream) -> bytes:
         """Pass the events on as they come; return the last of them, which go out with the end.

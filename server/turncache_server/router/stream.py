@@ -38,11 +38,16 @@ class ClientAnswer:
     Args:
         request: the request.
         errors: the shape of errors that its client parses.
+        stall_s: longest time in which a client takes nothing of what waits for it; then it
+            counts as gone, and its connection is cut.
     """
 
-    def __init__(self, request: web.BaseRequest, errors: ErrorForm) -> None:
+    def __init__(
+        self, request: web.BaseRequest, errors: ErrorForm, *, stall_s: float = 120.0
+    ) -> None:
         self._request = request
         self._errors = errors
+        self._stall_s = stall_s
         self._response: web.StreamResponse | None = None
         self._transport: asyncio.Transport | None = None
         self._chunked = False
@@ -63,14 +68,12 @@ class ClientAnswer:
         if self._chunked:
             response.enable_chunked_encoding()
         self._response = response
-        try:
+        async with self._taken():
             await response.prepare(self._request)
             if first:
                 await response.write(first)
             else:
                 self._request.writer.send_headers()
-        except ConnectionError as error:
-            raise ClientGone from error
         self._transport = self._request.transport
 
     def send(self, data: bytes) -> bool:
@@ -98,10 +101,8 @@ class ClientAnswer:
         Raises:
             ClientGone: the client has left.
         """
-        try:
+        async with self._taken():
             await self._request.writer.drain()
-        except ConnectionError as error:
-            raise ClientGone from error
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream, at the pace that the client reads it.
@@ -119,10 +120,8 @@ class ClientAnswer:
             ClientGone: the client has left.
         """
         assert self._response is not None
-        try:
+        async with self._taken():
             await self._response.write_eof(last)
-        except ConnectionError as error:
-            raise ClientGone from error
         return self._response
 
     async def whole(
@@ -135,11 +134,9 @@ class ClientAnswer:
         """
         response = web.Response(status=status, headers=headers, body=body)
         self._response = response
-        try:
+        async with self._taken():
             await response.prepare(self._request)
             await response.write_eof()
-        except ConnectionError as error:
-            raise ClientGone from error
         return response
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
@@ -155,6 +152,24 @@ class ClientAnswer:
         if error.retry_after_s is not None:
             headers["retry-after"] = f"{error.retry_after_s:g}"
         return await self.whole(error.status, headers, self._errors.body(error))
+
+    @asynccontextmanager
+    async def _taken(self) -> AsyncIterator[None]:
+        """Send within the block, as long as the client takes it.
+
+        Raises:
+            ClientGone: it has left, or does not read.
+        """
+        try:
+            async with asyncio.timeout(self._stall_s):
+                yield
+        except ConnectionError as error:
+            raise ClientGone from error
+        except TimeoutError as error:
+            # What waits for it would wait, and hold the engine, as long as it likes.
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ClientGone from error
 
     @asynccontextmanager
     async def pinged(self, ping_s: float) -> AsyncIterator[None]:

@@ -191,7 +191,13 @@ class Upstream:
             address.close()
 
     async def post(
-        self, engine: EngineConfig, path: str, body: bytes, headers: Headers
+        self,
+        engine: EngineConfig,
+        path: str,
+        body: bytes,
+        headers: Headers,
+        *,
+        limit_s: float | None = None,
     ) -> EngineAnswer:
         """Send a request and await the headers of its answer.
 
@@ -201,11 +207,12 @@ class Upstream:
             body: JSON.
             headers: makes the headers of one try. There is a second one, on a new connection,
                 when the engine gave up the first one before it read the request.
+            limit_s: time for the first byte of the answer, None for ``first_byte_timeout_s``.
 
         Raises:
             LegFailed: no connection, or it broke or timed out before the headers.
         """
-        limit_s = self._config.first_byte_timeout_s
+        limit_s = limit_s or self._config.first_byte_timeout_s
         until_s = asyncio.get_running_loop().time() + limit_s
         address = self._at(engine.url)
 

@@ -190,6 +190,39 @@ async def test_an_engine_that_stalls_is_a_504(stream: bool) -> None:
         assert (await running.chat(stream=stream)).status_code == 200
 
 
+async def test_each_leg_has_a_deadline_of_its_own() -> None:
+    """Prefill may need longer, or less long, than what comes after it."""
+    for late, limits in (
+        ("prefill", {"prefill_timeout_s": 0.05}),
+        ("decode", {"first_byte_timeout_s": 0.05, "prefill_timeout_s": 20.0}),
+    ):
+        async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **limits) as running:
+            slow = prefill if late == "prefill" else decode
+            slow.scripts = [Script(until=asyncio.Event())]
+            answer = await running.chat(stream=True)
+            assert (answer.status_code, error_of(answer)["code"]) == (504, "engine_timeout")
+            [failure] = running.of_kind(LegFailure)
+            assert (failure.side, failure.kind, failure.retried) == (late, "timeout", False)
+            assert len(decode.seen) == (late == "decode")
+            await running.eventually(lambda: slow.num_cancelled, lambda n: n == 1)  # noqa: B023
+
+
+async def test_an_answer_may_take_only_so_long() -> None:
+    """However steadily it comes; the client is told, the engine is told to stop, and is well."""
+    engine = FakeEngine()
+    async with (
+        fake_engines(engine),
+        bench(engine, answer_timeout_s=0.05, breaker_failures=1) as running,
+    ):
+        engine.scripts = [Script(pause_after=2)]
+        chunks = await events_of(running)
+        assert chunks[-1]["error"]["code"] == "engine_too_long"  # type: ignore[index]
+        await running.eventually(lambda: engine.num_cancelled, lambda n: n == 1)
+        [ended] = running.of_kind(CallEnded)
+        assert (ended.code, ended.problem) == (200, "too_long")
+        assert [event.live for event in running.of_kind(EngineChanged)] == [True]
+
+
 async def test_a_stream_that_falls_silent_ends_in_an_error_event() -> None:
     """A stalled engine does not hold a client for ever."""
     engine = FakeEngine()

@@ -14,6 +14,7 @@ from tests.fakes.engine import FakeEngine, Script, fake_engines
 from tests.fuzz.raw import request, send
 from tests.server.router.conftest import Pair, Single
 from tests.server.router.support import CHAT, MESSAGES, bench
+from turncache_server.router.events import CallEnded
 
 pytestmark = pytest.mark.anyio
 
@@ -163,6 +164,33 @@ async def test_calls_at_once_are_limited_where_it_is_wished() -> None:
         assert (await first).status_code == 200
         assert (await running.chat()).status_code == 200
         assert len(engine.seen) == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_reads_nothing_is_cut_off(stream: bool) -> None:
+    """It would hold its call, and what waits for it, as long as it likes."""
+    engine = FakeEngine()
+    text = "x" * (30 * 1024 * 1024)
+    choice = {"index": 0, "finish_reason": "stop"}
+    if stream:
+        delta = {"choices": [{**choice, "delta": {"content": text[:65536]}}]}
+        engine.scripts = [Script(events=[b"data: " + json.dumps(delta).encode() + b"\n\n"] * 480)]
+    else:
+        whole = {"choices": [{**choice, "message": {"role": "assistant", "content": text}}]}
+        engine.scripts = [Script(body=json.dumps(whole).encode())]
+    body = {"model": "fake", "messages": MESSAGES, "stream": stream}
+    async with fake_engines(engine), bench(engine, client_stall_s=0.1) as running:
+        await running.ready()
+        parts = urlsplit(running.router.url)
+        _, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1024)
+        writer.write(request(json.dumps(body).encode()))
+        [ended] = await running.eventually(
+            lambda: running.of_kind(CallEnded), lambda events: len(events) == 1
+        )
+        assert (ended.code, ended.problem) == (499, "client_gone")
+        await running.eventually(lambda: engine.num_active, lambda n: n == 0)
+        assert (await running.chat()).status_code == 200
+        writer.close()
 
 
 async def test_an_expectation_of_no_characters_is_the_clients_fault(single: Single) -> None:
