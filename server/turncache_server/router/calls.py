@@ -366,8 +366,15 @@ class PlannedCall:
 
     def _tell_outcome(self) -> None:
         if self._record.outcome is not None:
+            call = self._call
+            compared = self._services.config.warm_ahead_s and call.asked.brings_results
             self._services.events.emit(
-                OutcomeKnown(request=self._call.request, outcome=self._record.outcome)
+                OutcomeKnown(
+                    request=call.request,
+                    outcome=self._record.outcome,
+                    warmed=call.warmed if compared and self._plan.prefill else None,
+                    ttft_s=self._record.ttft_s,
+                )
             )
 
     def _settled(self) -> None:

@@ -148,10 +148,18 @@ class CallSettled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeKnown:
-    """The final outcome of a call: once per call at most."""
+    """The final outcome of a call: once per call at most.
+
+    Attributes:
+        warmed: of a call that brings results of tools, whether its prompt was sent ahead; None
+            of any other, and where no prompts are sent ahead.
+        ttft_s: seconds to its first byte, None when there was none.
+    """
 
     request: str
     outcome: Outcome
+    warmed: bool | None = None
+    ttft_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,9 @@ class Intake:
             # Meanwhile engines may have come and gone.
             snapshot = await self._snapshot_with(asked.model)
             root, entry = self._place(asked, tags, caller)
+        if services.next_prompts.drop(tags.session_id):
+            services.events.emit(WarmedAhead(result="overtaken"))
+        warmed = services.next_prompts.was_sent(tags.session_id)
         call = CallInput(
             request=request_id,
             api=api,
@@ -121,9 +124,8 @@ class Intake:
             return_enabled=snapshot.return_enabled,
             queued_s=queued_s,
             continues=continues,
+            warmed=warmed,
         )
-        if services.next_prompts.drop(tags.session_id):
-            services.events.emit(WarmedAhead(result="overtaken"))
         if asked.brings_results:
             self._end_wait(call)
         hints = PlanHints(

@@ -121,6 +121,19 @@ class Metrics:
             ("source",),
             registry=registry,
         )
+        self._resumed = Counter(
+            "turncache_router_resumed_tokens_total",
+            "Prompt tokens of calls that bring results of tools, by whether they were sent ahead.",
+            ("warmed", "what"),
+            registry=registry,
+        )
+        self._resumed_ttft = Histogram(
+            "turncache_router_resumed_ttft_seconds",
+            "Seconds to the first byte of calls that bring results of tools, likewise.",
+            ("warmed",),
+            buckets=_TTFT_S,
+            registry=registry,
+        )
         self._signals = Counter(
             "turncache_router_signals_total",
             "Signals about sessions to engines.",
@@ -221,6 +234,8 @@ class Metrics:
                 self._ended(event)
             case OutcomeKnown():
                 self._outcome(event)
+                if event.warmed is not None:
+                    self._resumed_call("yes" if event.warmed else "no", event)
             case OutcomeMissing():
                 self._missing.labels(event.why).inc()
             case WaitEnded():
@@ -305,6 +320,12 @@ class Metrics:
         if (outcome := event.outcome) is not None:
             for source in ("local", "returned", "computed"):
                 self._warm_tokens.labels(source).inc(getattr(outcome, source))
+
+    def _resumed_call(self, warmed: str, event: OutcomeKnown) -> None:
+        for what in ("prompt", "computed", "lost"):
+            self._resumed.labels(warmed, what).inc(getattr(event.outcome, what))
+        if event.ttft_s is not None:
+            self._resumed_ttft.labels(warmed).observe(event.ttft_s)
 
     def _outcome(self, event: OutcomeKnown) -> None:
         outcome = event.outcome

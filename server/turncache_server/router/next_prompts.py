@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from turncache_server.router.body import Body
 from turncache_server.router.following import Said
+
+#: Sessions whose prompt has been sent, and that are not back: remembered so that it can be counted
+#: what it was good for.
+_MAX_SENT: Final = 10_000
 
 
 def next_messages(body: Body, said: Said) -> str:
@@ -72,6 +78,7 @@ class NextPrompts:
         self._size_bytes = 0
         self._waiting: dict[str, _Waiting] = {}
         self._shares: dict[str | None, _Share] = {}
+        self._sent: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -110,6 +117,9 @@ class NextPrompts:
 
         def due() -> None:
             self.drop(session)
+            self._sent[session] = None
+            if len(self._sent) > _MAX_SENT:
+                self._sent.popitem(last=False)
             send()
 
         timer = asyncio.get_running_loop().call_later(delay_s, due)
@@ -146,6 +156,17 @@ class NextPrompts:
         del share.sessions[session]
         if not share.sessions:
             del self._shares[waiting.tenant]
+        return True
+
+    def came_to_nothing(self, session: str) -> None:
+        """Hear that a session's prompt was sent, and not computed."""
+        self._sent.pop(session, None)
+
+    def was_sent(self, session: str) -> bool:
+        """Say of a session that is back, once, whether its prompt had been sent."""
+        if session not in self._sent:
+            return False
+        del self._sent[session]
         return True
 
     def close(self) -> None:

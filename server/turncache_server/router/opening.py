@@ -59,6 +59,7 @@ class CallInput:
         salt: ``cache_salt`` of the call, None to leave the client's.
         queued_s: for which it waited to be let in.
         continues: an earlier call of its session may have left KV.
+        warmed: its prompt was sent ahead, but for the results of tools that it brings.
         return_enabled: the switch at that moment.
     """
 
@@ -78,6 +79,7 @@ class CallInput:
     salt: str | None = None
     queued_s: float = 0.0
     continues: bool = False
+    warmed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,7 @@ class _Ahead:
     What has been parsed of a prompt takes many times the memory of its bytes.
 
     Attributes:
+        session: whose it is.
         request: minted for it.
         path: of the resource.
         body: JSON.
@@ -82,6 +83,7 @@ class _Ahead:
         source: name of the engine that it pulls from.
     """
 
+    session: str
     request: str
     path: str
     body: bytes
@@ -110,6 +112,7 @@ def _ahead(
     more = {"messages": call.api.next_messages(call.body, said)}
     client, session = forwarded(call.headers), tags.session_id
     return _Ahead(
+        session=session,
         request=request,
         path=call.api.path,
         body=prefill_body(call.api, call.body, hints, salt=call.salt, more=more),
@@ -122,13 +125,20 @@ def _ahead(
 
 
 async def _warm(services: Services, ahead: _Ahead) -> None:
+    told = await _sent(services, ahead)
+    if told.result != "warmed":
+        services.next_prompts.came_to_nothing(ahead.session)
+    services.events.emit(told)
+
+
+async def _sent(services: Services, ahead: _Ahead) -> WarmedAhead:
+    """Send a prompt; return what became of it."""
     snapshot = services.snapshot()
     able = {e.name for e in snapshot.engines if e.live and e.pulls and not e.draining}
     # Returns may have been switched off since the call, or the router may be on its way out.
     wanted = snapshot.return_enabled and not services.switches.draining
     if not wanted or not {ahead.prefill, ahead.source} <= able:
-        services.events.emit(WarmedAhead(result="no_engine"))
-        return
+        return WarmedAhead(result="no_engine")
     tries = itertools.count(1)
     hold = services.pool.hold([ahead.prefill])
     try:
@@ -138,23 +148,22 @@ async def _warm(services: Services, ahead: _Ahead) -> None:
             ahead.body,
             # As of any leg: an id that two tries share would let one end the other.
             lambda: ahead.headers(f"{ahead.request}-w{next(tries)}"),
+            limit_s=services.config.prefill_timeout_s,
         )
         async with leg:
             await leg.rest(await leg.first_chunk(), services.config.max_answer_bytes)
         if leg.status != 200:
-            services.events.emit(WarmedAhead(result="refused"))
-            return
+            return WarmedAhead(result="refused")
         services.pool.answered(ahead.prefill)
         asked = await _outcome(services, ahead)
     except LegFailed as failure:
         # Told like any other: an engine that breaks takes no calls for a while.
         if failure.engine_at_fault:
             services.pool.failed(ahead.prefill, failure.kind)
-        services.events.emit(WarmedAhead(result="failed"))
-        return
+        return WarmedAhead(result="failed")
     finally:
         hold.release()
-    services.events.emit(WarmedAhead(result="warmed", outcome=asked.outcome))
+    return WarmedAhead(result="warmed", outcome=asked.outcome)
 
 
 async def _outcome(services: Services, ahead: _Ahead) -> Asked:

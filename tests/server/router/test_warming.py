@@ -96,6 +96,41 @@ async def test_prefill_is_up_to_date_when_the_tools_end(warmed: Pair, stream: bo
         sample = f'turncache_router_warm_ahead_tokens_total{{source="{source}"}}'
         assert await warmed.bench.metric(sample) == getattr(told.outcome, source)
     assert await warmed.bench.metric('turncache_router_warm_ahead_total{result="warmed"}') == 1
+    await warmed.bench.record(answer)
+    assert await resumed(warmed.bench, "yes", "prompt") == outcome.prompt
+    assert await resumed(warmed.bench, "yes", "computed") == outcome.computed
+    assert await resumed(warmed.bench, "no", "prompt") == 0
+
+
+async def resumed(made: Bench, warmed: str, what: str) -> float:
+    """Return what was counted of calls that bring results of tools."""
+    sample = f'turncache_router_resumed_tokens_total{{warmed="{warmed}",what="{what}"}}'
+    return await made.metric(sample)
+
+
+async def test_what_it_brings_is_counted_by_what_was_lost(warmed: Pair) -> None:
+    """Of calls whose prompt was sent ahead beside the others, and of no other calls."""
+    first = await warmed.bench.chat(tools=TOOLS, session="other")
+    await warmed.bench.record(first)
+    reply = await asks(warmed.bench, 0.06)
+    assert await results(warmed.bench, 1) == ["warmed"]
+    for engine in (warmed.prefill, warmed.decode):
+        engine.kv.flush()
+    answer = await warmed.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
+    await warmed.bench.record(answer)
+    lost = outcome_of(answer).lost
+    assert lost > 0
+    assert await resumed(warmed.bench, "yes", "lost") == lost
+    # The next one of this session was not sent ahead.
+    for engine in (warmed.prefill, warmed.decode):
+        engine.kv.flush()
+    again = await warmed.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
+    await warmed.bench.record(again)
+    assert await resumed(warmed.bench, "yes", "lost") == lost
+    assert await resumed(warmed.bench, "no", "lost") == outcome_of(again).lost
+    for word in ("yes", "no"):
+        sample = f'turncache_router_resumed_ttft_seconds_count{{warmed="{word}"}}'
+        assert await warmed.bench.metric(sample) == 1
 
 
 async def test_a_session_that_is_back_first_is_not_warmed(warmed: Pair) -> None:
@@ -223,6 +258,9 @@ async def test_what_fails_is_counted_and_costs_no_call(
     answer = await warmed.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
     assert answer.status_code == 200
     assert outcome_of(answer).lost == 0
+    await warmed.bench.record(answer)
+    assert await resumed(warmed.bench, "yes", "prompt") == 0
+    assert await resumed(warmed.bench, "no", "prompt") == outcome_of(answer).prompt
 
 
 async def test_an_engine_that_pulls_nothing_is_left_alone(warmed: Pair) -> None:
