@@ -116,7 +116,10 @@ async def test_what_it_brings_is_counted_by_what_was_lost(warmed: Pair) -> None:
     assert await results(warmed.bench, 1) == ["warmed"]
     for engine in (warmed.prefill, warmed.decode):
         engine.kv.flush()
-    answer = await warmed.bench.chat(tools=TOOLS, session="s", messages=with_results(reply))
+    later = {"Turncache-Tools": "search=600"}
+    answer = await warmed.bench.chat(
+        tools=TOOLS, session="s", messages=with_results(reply), headers=later
+    )
     await warmed.bench.record(answer)
     lost = outcome_of(answer).lost
     assert lost > 0
