@@ -233,6 +233,17 @@ def test_schemas_are_never_mixed() -> None:
     assert identify({}, {}) is None
 
 
+def test_a_header_of_the_operators_own_comes_first() -> None:
+    """Whole, like any other schema; where it is missing or not set nothing changes."""
+    headers = {"x-session-id": "s", "x-parent-session-id": "p", "x-thread": "t"}
+    assert identify(headers, {}, own_header="x-thread") == Identity(
+        session_id="t", source=SessionSource.OWN_HEADER
+    )
+    assert identify(headers, {}, own_header="x-missing") == identify(headers, {})
+    with pytest.raises(ProtocolError, match="x-thread"):
+        identify({"x-thread": "a b"}, {}, own_header="x-thread")
+
+
 def test_sub_agents_of_claude_code_are_sessions_of_their_own() -> None:
     """They share a session id; the agent id tells them apart, and the session is the parent."""
     headers = {"x-claude-code-session-id": "main", "x-claude-code-agent-id": "a1"}

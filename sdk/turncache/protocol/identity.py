@@ -40,8 +40,9 @@ def check_session_id(value: str, *, field_name: str = SESSION_HEADER) -> str:
 
 
 class SessionSource(enum.StrEnum):
-    """Where a session id was found, in order of precedence."""
+    """Where a session id was found, in order of precedence; headers by their names."""
 
+    OWN_HEADER = "own header"
     SESSION_HEADER = "x-session-id"
     DYNAMO_HEADER = "x-dynamo-session-id"
     CLAUDE_CODE = "x-claude-code-session-id"
@@ -95,7 +96,9 @@ _USER_ID_SESSION: Final = re.compile(
 )
 
 
-def identify(headers: Mapping[str, str], body: Mapping[str, Any]) -> Identity | None:
+def identify(
+    headers: Mapping[str, str], body: Mapping[str, Any], *, own_header: str = ""
+) -> Identity | None:
     """Find the session of a request: the first schema that is present wins, whole.
 
     Schemas are never mixed: a parent is only read from the schema that gave the id.
@@ -103,6 +106,8 @@ def identify(headers: Mapping[str, str], body: Mapping[str, Any]) -> Identity | 
     Args:
         headers: request headers with lower-case names.
         body: the parsed JSON body.
+        own_header: lower-case name of one more header, of whoever runs the server, which comes
+            before all others; empty for none.
 
     Returns:
         The identity, or None when no schema is present.
@@ -110,6 +115,11 @@ def identify(headers: Mapping[str, str], body: Mapping[str, Any]) -> Identity | 
     Raises:
         ProtocolError: when the schema that is present holds an illegal id.
     """
+    if value := headers.get(own_header):
+        return Identity(
+            session_id=check_session_id(value, field_name=own_header),
+            source=SessionSource.OWN_HEADER,
+        )
     for source, parent_name in _HEADER_SCHEMAS:
         value = headers.get(source.value) or headers.get(_OLDER_NAMES.get(source, ""))
         if value:

@@ -286,7 +286,10 @@ class _Edge:
         try:
             config = self._services.config
             check_headers(
-                request, max_bytes=config.max_header_bytes, max_headers=config.max_headers
+                request,
+                max_bytes=config.max_header_bytes,
+                max_headers=config.max_headers,
+                own_header=config.session_header,
             )
             request[CALLER] = self._caller(request)
             self._check_draining(request)

@@ -22,6 +22,7 @@ from turncache_server.router.plan import Side
 
 _MIB: Final = 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]{1,64}")
 #: Settings each of which names the engines.
 _LISTS: Final = ("engines", "engines_file", "kubernetes_selector")
 
@@ -76,6 +77,7 @@ class RouterConfig:
     port: int = _number(8000, 0, 65535)
     return_enabled: bool = True
     follow_conversations: bool = True
+    session_header: str = ""
     warm_ahead_s: float = _number(0.0, 0, 60)
     max_ahead_bytes: int = _number(256 * _MIB, 1024)
     decode_alone_tokens: int = _number(0, 0)
@@ -178,6 +180,8 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
     }
     if bool(values.get("tls_cert_file")) is not bool(values.get("tls_key_file")):
         raise ConfigError("tls_key_file", "certificate and key belong together; set both")
+    if (header := values.get("session_header")) and not _HEADER_NAME.fullmatch(header):
+        raise ConfigError("session_header", f"{header!r}: expected the name of a header")
     if url := values.get("redis_url"):
         check_redis_url(url)
     keyed = bool(values.get("fleet_secret_file"))

@@ -156,7 +156,13 @@ class Handlers:
         """Serve ``POST /v1/sessions``: what a client says of a session between two calls."""
         services = self._services
         empty = Body.parse(b"{}", max_depth=4)
-        tags, anonymous = tags_of(self._headers(request), empty, "", request[CALLER].tenant)
+        tags, anonymous = tags_of(
+            self._headers(request),
+            empty,
+            "",
+            request[CALLER].tenant,
+            own_header=services.config.session_header.lower(),
+        )
         if anonymous:
             raise invalid("X-Session-ID: a notice is about a session; name it.", param="session")
         body = Body.parse(await self._json_body(request), max_depth=4)

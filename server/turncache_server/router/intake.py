@@ -74,7 +74,13 @@ class Intake:
         """
         services = self._services
         asked = api.read(body)
-        tags, anonymous = tags_of(headers, body, request_id, caller.tenant)
+        tags, anonymous = tags_of(
+            headers,
+            body,
+            request_id,
+            caller.tenant,
+            own_header=services.config.session_header.lower(),
+        )
         snapshot = await self._snapshot_with(asked.model)
         check_model(asked, snapshot)
         history = None
@@ -221,16 +227,28 @@ async def _let_in(gate: Gate, arrival: Arrival, answer: ClientAnswer, ping_s: fl
 
 
 def tags_of(
-    headers: Mapping[str, str], body: Body, request_id: str, tenant: str | None
+    headers: Mapping[str, str],
+    body: Body,
+    request_id: str,
+    tenant: str | None,
+    *,
+    own_header: str,
 ) -> tuple[CallTags, bool]:
     """Read what the client says about the call: (tags, whether it named no session).
+
+    Args:
+        headers: the client's headers with lower-case names.
+        body: of the request.
+        request_id: minted by the router.
+        tenant: whose call it is.
+        own_header: ``session_header`` in lower case.
 
     Raises:
         ApiError: 400, when it says something impossible.
     """
     values: dict[str, Any] = {name: member.value for name, member in body.members.items()}
     try:
-        identity = identify(headers, values)
+        identity = identify(headers, values, own_header=own_header)
         if identity is None:
             # Never a fingerprint of the content: two users who begin alike are not one.
             session_id = check_session_id(f"anonymous-{request_id}")

@@ -19,7 +19,9 @@ from turncache_server.router.errors import ApiError, invalid
 
 logger = logging.getLogger(__name__)
 
-_SESSION_HEADERS: Final = tuple(source.value for source in SessionSource)
+_SESSION_HEADERS: Final = tuple(
+    source.value for source in SessionSource if source is not SessionSource.OWN_HEADER
+)
 #: Headers that the router or an engine reads: of two, each could take another one.
 _ONCE: Final = (
     *_SESSION_HEADERS,
@@ -35,8 +37,16 @@ _ONCE: Final = (
 _FOREIGN: Final = web.RequestKey("turncache_foreign_version", bool)
 
 
-def check_headers(request: web.Request, *, max_bytes: int, max_headers: int) -> None:
+def check_headers(
+    request: web.Request, *, max_bytes: int, max_headers: int, own_header: str = ""
+) -> None:
     """Refuse headers that are too many or too large, or of which it matters which one counts.
+
+    Args:
+        request: the request.
+        max_bytes: of all headers.
+        max_headers: their number.
+        own_header: name of one more that the router reads.
 
     Raises:
         ApiError: 431 or 400.
@@ -54,7 +64,7 @@ def check_headers(request: web.Request, *, max_bytes: int, max_headers: int) -> 
     # Most requests have no header twice.
     if len({name.lower() for name, _ in request.raw_headers}) == len(request.raw_headers):
         return
-    for name in _ONCE:
+    for name in (*_ONCE, own_header):
         if len(request.headers.getall(name, ())) > 1:
             raise invalid(f"{name}: sent twice; which of them counts is undefined.", param=name)
 

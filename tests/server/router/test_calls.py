@@ -420,6 +420,22 @@ async def test_the_engines_key_replaces_the_clients(monkeypatch: pytest.MonkeyPa
         assert engine.seen[0].headers["authorization"] == "Bearer secret"
 
 
+async def test_a_header_of_the_operators_own_names_the_session() -> None:
+    """Before all others, in any case, once; also of a notice between two calls."""
+    engine = FakeEngine()
+    headers = {"x-thread": "t", "X-Session-ID": "s"}
+    async with fake_engines(engine), bench(engine, session_header="X-Thread") as running:
+        await running.chat(headers=headers)
+        await running.http.post("/v1/sessions", json={"notice": "final"}, headers=headers)
+        await running.chat(session="s")
+        twice = [("x-thread", "t"), ("X-Thread", "u"), ("content-type", "application/json")]
+        refused = await running.http.post(CHAT, content=b"{}", headers=twice)
+    assert [seen.xargs["tc_session"] for seen in engine.seen] == ["t", "s"]
+    assert [seen.headers["x-session-id"] for seen in engine.seen] == ["t", "s"]
+    assert [signal.session for signal in engine.signals] == ["t"]
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Thread")
+
+
 # --- shutting down ----------------------------------------------------------------------------
 
 

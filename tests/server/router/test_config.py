@@ -83,6 +83,7 @@ def test_engines_of_flags_replace_those_of_the_file(tmp_path: Path, listed: str)
         ({"idle_timeout_s": "x"}, "idle_timeout_s", "a number"),
         ({"max_attempts": 0}, "max_attempts", "from 1"),
         ({"host": 1}, "host", "text"),
+        ({"session_header": "X Thread"}, "session_header", "'X Thread'.*name of a header"),
         ({"engines": []}, "engines", "at least one"),
         ({"engines": "x"}, "engines", "at least one"),
         ({"engines": ["x"]}, "engines[0]", "table"),
