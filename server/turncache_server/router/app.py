@@ -42,7 +42,12 @@ from turncache_server.router.handlers import (
     unauthorized,
 )
 from turncache_server.router.keys import ANYBODY, Caller, KeyFile
-from turncache_server.router.limits import BoundedRunner, InFlight, check_headers
+from turncache_server.router.limits import (
+    BoundedRunner,
+    InFlight,
+    check_headers,
+    close_unread,
+)
 from turncache_server.router.logs import Log
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.next_prompts import NextPrompts
@@ -297,7 +302,10 @@ class _Edge:
         except ApiError as error:
             return self._refused(request, error)
         except web.HTTPException as error:
-            return self._refused(request, _http_error(request, error))
+            answer = self._refused(request, _http_error(request, error))
+            if (allowed := error.headers.get("allow")) is not None:
+                answer.headers["allow"] = allowed
+            return answer
         except Exception:
             logger.exception("request %s failed", request[REQUEST_ID])
             if request.writer.output_size > 0:
@@ -337,7 +345,9 @@ class _Edge:
         )
         if error.status == 503 and error.retry_after_s is None:
             error.retry_after_s = self._services.config.retry_after_s
-        return error_response(request.path, error)
+        answer = error_response(request.path, error)
+        close_unread(request, answer)
+        return answer
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:

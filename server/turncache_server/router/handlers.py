@@ -23,7 +23,7 @@ from turncache_server.router.events import CallRefused, PassedOn
 from turncache_server.router.intake import Intake, tags_of
 from turncache_server.router.keys import Caller
 from turncache_server.router.legs import ANSWER_HEADERS, TRACE_HEADERS, forwarded
-from turncache_server.router.limits import read_body
+from turncache_server.router.limits import continue_later, read_body
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.place import rank
 from turncache_server.router.plan import Readiness, Side
@@ -64,10 +64,11 @@ class Handlers:
 
     def routes(self) -> list[web.RouteDef]:
         """Return the allow-list: every other path is 404, vLLM has some that change weights."""
+        later = {"expect_handler": continue_later}
         routes = [
-            *(web.post(api.path, self._planned(api), name=api.name) for api in APIS),
-            *(web.post(path, self.pass_on) for path in PASSED_ON),
-            web.post("/v1/sessions", self.notice, name="sessions"),
+            *(web.post(api.path, self._planned(api), name=api.name, **later) for api in APIS),
+            *(web.post(path, self.pass_on, **later) for path in PASSED_ON),
+            web.post("/v1/sessions", self.notice, name="sessions", **later),
             web.get("/v1/sessions", self.sessions),
             web.get("/v1/models", self.models, name="models"),
             web.get("/v1/calls/{request_id}", self.call_record, name="calls"),
@@ -75,7 +76,7 @@ class Handlers:
             web.get("/metrics", self.metrics, name="metrics"),
         ]
         if self._services.config.admin:
-            routes.append(web.post("/admin/return", self.switch_return, name="admin"))
+            routes.append(web.post("/admin/return", self.switch_return, name="admin", **later))
         return routes
 
     def _planned(self, api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

@@ -35,6 +35,8 @@ _ONCE: Final = (
 
 #: Left in a request whose version is none that the router speaks.
 _FOREIGN: Final = web.RequestKey("turncache_foreign_version", bool)
+#: Left in a request whose client has been told to send its body.
+_ASKED: Final = web.RequestKey("turncache_asked_for_body", bool)
 
 
 def check_headers(
@@ -53,6 +55,9 @@ def check_headers(
     """
     if _FOREIGN in request:
         raise invalid("The request line does not end in HTTP/1.1 or HTTP/1.0.")
+    expected = request.headers.get("expect")
+    if expected is not None and request.version == HttpVersion11 and not _waits(request):
+        raise ApiError(417, "expect: expected 100-continue, or no such header.")
     if len(request.raw_headers) > max_headers:
         raise ApiError(
             431,
@@ -67,6 +72,28 @@ def check_headers(
     for name in (*_ONCE, own_header):
         if len(request.headers.getall(name, ())) > 1:
             raise invalid(f"{name}: sent twice; which of them counts is undefined.", param=name)
+
+
+async def continue_later(_: web.Request) -> None:
+    """Do nothing of what is due when a request expects a word before it sends its body.
+
+    :func:`read_body` says it: whoever is refused by its headers need not send 60 MiB first.
+    """
+
+
+def _waits(request: web.Request) -> bool:
+    """Say whether a client sends its body only when it is told to go on."""
+    expected = request.headers.get("expect", "")
+    return request.version == HttpVersion11 and expected.lower() == "100-continue"
+
+
+def close_unread(request: web.Request, response: web.Response) -> None:
+    """End the connection of a request whose client was not told to send its body.
+
+    Whether it comes all the same nobody knows, so that what comes next could be read as either.
+    """
+    if _waits(request) and not request.content.is_eof() and not request.get(_ASKED, False):
+        response.force_close()
 
 
 async def read_body(request: web.Request, *, max_bytes: int, timeout_s: float) -> bytes:
@@ -86,6 +113,10 @@ async def read_body(request: web.Request, *, max_bytes: int, timeout_s: float) -
             if len(body) > max_bytes:
                 raise _too_large(max_bytes)
             return body
+        if _waits(request):
+            request[_ASKED] = True
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # no part of the answer
         async with asyncio.timeout(timeout_s):
             async for part in request.content.iter_any():
                 size += len(part)

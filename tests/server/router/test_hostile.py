@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from tests.fuzz.raw import request, send
 from tests.server.router.conftest import Pair, Single
 from tests.server.router.support import CHAT, MESSAGES, bench
 from turncache_server.router.events import CallEnded
+from turncache_server.router.keys import add_key
 
 pytestmark = pytest.mark.anyio
 
@@ -193,10 +195,63 @@ async def test_a_client_that_reads_nothing_is_cut_off(stream: bool) -> None:
         writer.close()
 
 
-async def test_an_expectation_of_no_characters_is_the_clients_fault(single: Single) -> None:
-    """The refusal of such a header fails in aiohttp: that is no error of the router's."""
-    raw = request(b"{}", headers=[b"Expect: \xff\xfe"])
-    assert (await send(single.bench.router.url, raw)).status == 400
+@pytest.mark.parametrize("path", [CHAT, "/nowhere"])
+async def test_an_expectation_that_is_none_is_the_clients_fault(single: Single, path: str) -> None:
+    """Of no characters or of another word: no error of the router's, and no engine hears of it."""
+    for word in (b"\xff\xfe", b"200-ok"):
+        answer = await send(
+            single.bench.router.url, request(target=path, headers=[b"Expect: " + word])
+        )
+        assert answer.status in ((417,) if path == CHAT else (400, 417))
+    assert single.engine.seen == []
+
+
+async def exchanged(url: str, head: bytes, body: bytes) -> bytes:
+    """Send a head, and the body once the router says so; return all that came back."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(head)
+    first = await reader.readuntil(b"\r\n\r\n")
+    if first.startswith(b"HTTP/1.1 100 "):
+        writer.write(body)
+    writer.write_eof()
+    rest = await reader.read()
+    writer.close()
+    return first + rest
+
+
+async def test_a_body_is_asked_for_when_it_is_to_be_read(tmp_path: Path) -> None:
+    """Whoever is refused by its headers sends none: curl waits so before it sends a megabyte."""
+    engine = FakeEngine()
+    key = add_key(tmp_path / "keys.toml", "red")
+    keys = str(tmp_path / "keys.toml")
+    async with (
+        fake_engines(engine),
+        bench(engine, keys_file=keys, max_body_bytes=65536) as running,
+    ):
+        expecting = [b"Expect: 100-continue"]
+        for headers, length, status in (
+            ([], b"60", b"401"),
+            ([b"Authorization: Bearer " + key.encode()], b"314572800", b"413"),
+            ([b"Authorization: Bearer " + key.encode()], b"60", b"200"),
+        ):
+            head = request(b"", headers=[*expecting, *headers], length=length)
+            got = await exchanged(running.router.url, head, BODY)
+            *asked, answer = got.split(b"HTTP/1.1 ")[1:]
+            assert [line[:3] for line in asked] == ([b"100"] if status == b"200" else [])
+            assert answer[:3] == status
+            assert b"connection: close" in answer.lower()
+    assert len(engine.seen) == 1
+
+
+async def test_what_is_not_allowed_says_what_is(single: Single) -> None:
+    """405 with ``Allow``; health may be asked for without its body."""
+    http, url = single.bench.http, "/v1/chat/completions"
+    for method in ("GET", "PUT", "OPTIONS"):
+        answer = await http.request(method, url)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    answer = await http.head("/health")
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 async def test_bytes_that_are_no_request_are_not_logged(
