@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from turncache.protocol import Reason
+from turncache.protocol import PROTOCOL_VERSION, SPOKEN_VERSIONS, Reason
 from turncache_server import reasons
 from turncache_server.connector import metric_table
+from turncache_server.control.messages import CONTROL_VERSION, VERSION_SKEW
 from turncache_server.router.config import RouterConfig
 from turncache_server.router.metrics import Metrics
 from turncache_tools.cli import app
@@ -94,7 +95,10 @@ def test_there_are_three_alerts_and_each_says_what_to_do() -> None:
 
 
 PLAN_PAGE = (SERVER / "turncache_tools" / "plan" / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^\$ turncache (\S+)(.*?)(?:\s+#.*)?$", f"{PAGE}\n{PLAN_PAGE}", re.MULTILINE)
+UPGRADING = (SERVER / "UPGRADING.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(
+    r"^\$ turncache (\S+)(.*?)(?:\s+#.*)?$", f"{PAGE}\n{PLAN_PAGE}\n{UPGRADING}", re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(("verb", "rest"), COMMANDS)
@@ -105,6 +109,25 @@ def test_every_command_of_the_pages_exists(verb: str, rest: str) -> None:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", shown.output)
     for flag in re.findall(r"--[a-z-]+", rest):
         assert flag in plain, flag
+
+
+def test_the_upgrading_page_has_the_versions_of_the_code() -> None:
+    """Whoever raises one has to say what it meets; links and settings are there."""
+    rows = {
+        row.split("|")[1].strip().split()[0]: row.split("|")[3].strip()
+        for row in UPGRADING.splitlines()
+        if row.startswith("| ") and "between" not in row
+    }
+    assert rows["headers"] == rows["hints"] == str(PROTOCOL_VERSION)
+    assert rows["control"] == str(CONTROL_VERSION)
+    assert (VERSION_SKEW, len(SPOKEN_VERSIONS)) == (1, 2)
+    settings = {item.name for item in dataclasses.fields(RouterConfig)}
+    words = re.findall(r"`([a-z]+(?:_[a-z]+)+)(?: = [^`]*)?`", UPGRADING)
+    named = {word for word in words if not word.startswith("turncache_")}
+    assert {"shutdown_s", "return_enabled"} <= named
+    assert named <= settings | {"vllm_xargs", "tc_v", "allow_untested_vllm"}
+    for target in re.findall(r"\]\(([^)#]+)", UPGRADING):
+        assert (SERVER / target).exists(), target
 
 
 def test_the_security_page_names_settings_that_exist() -> None:
