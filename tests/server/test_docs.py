@@ -82,12 +82,17 @@ def test_panels_do_not_overlap() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def test_there_are_three_alerts_and_each_says_what_to_do() -> None:
-    """Lost share, abandoned reads near their cap, any incompatible peer."""
+def test_each_alert_says_what_to_do() -> None:
+    """Three of engines: lost share, abandoned reads near their cap, any incompatible peer. Three
+    of the router: calls that fail, an engine that is down, a list of engines that is refused.
+    """
     assert [rule.split()[0] for rule in ALERTS] == [
         "TurncacheTokensLost",
         "TurncacheAbandonedReads",
         "TurncachePeerIncompatible",
+        "TurncacheCallsFail",
+        "TurncacheEngineDown",
+        "TurncacheEngineListRefused",
     ]
     for rule in ALERTS:
         for part in ("expr:", "severity:", "summary:", "description:"):
