@@ -47,6 +47,7 @@ from turncache_server.router.limits import (
     InFlight,
     check_headers,
     close_unread,
+    more_files,
 )
 from turncache_server.router.logs import Log
 from turncache_server.router.metrics import Metrics
@@ -71,6 +72,8 @@ _PARSER_SLACK: Final = 2
 #: Objects made, beyond those freed, before the garbage collector looks at the young ones: a call
 #: makes hundreds, and next to none of them in cycles.
 _GC_THRESHOLD: Final = 10_000
+#: Fewer open files than a thousand streams need: each has a client, an engine, and one that is idle.
+_FEW_FILES: Final = 4096
 #: Agents come in bursts; a connection that does not fit waits a second for its next try.
 _BACKLOG: Final = 4096
 
@@ -107,6 +110,7 @@ async def serving(
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
     traces: Traces | None = None,
     kubernetes: Any | None = None,
+    hurry: asyncio.Event | None = None,
 ) -> AsyncIterator[Router]:
     """Serve on the configured address for the length of the block, then drain.
 
@@ -117,6 +121,7 @@ async def serving(
         new_id: makes the ids of calls.
         traces: makes the spans, instead of what the settings say.
         kubernetes: client of the API that ``kubernetes_selector`` asks, instead of the pod's.
+        hurry: set to end the drain before its time.
 
     Raises:
         ConfigError: the address cannot be bound, a setting names a variable that there is not,
@@ -191,7 +196,7 @@ async def serving(
                 if gate is not None:
                     gate.close()
                 await site.stop()
-                await edge.drain(config.shutdown_s)
+                await edge.drain(config.shutdown_s, hurry or asyncio.Event())
     finally:
         await runner.cleanup()
         services.next_prompts.close()
@@ -225,7 +230,7 @@ def _gate(
 
 
 def run(config: RouterConfig, *, ready: Callable[[str], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain and return; a second one ends the drain.
 
     On uvloop, whose reads and writes take half the time of asyncio's own; nothing here
     depends on it.
@@ -234,16 +239,29 @@ def run(config: RouterConfig, *, ready: Callable[[str], None] | None = None) -> 
         config: the settings.
         ready: called with the base URL once the router serves.
     """
+    num_files = more_files()
+    if num_files < _FEW_FILES:
+        logger.warning(
+            "this process may have %d open files, and a call needs up to three: raise the hard "
+            "limit (ulimit -Hn, LimitNOFILE=)",
+            num_files,
+        )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(config, ready))
 
 
 async def _run(config: RouterConfig, ready: Callable[[str], None] | None) -> None:
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def told() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with serving(config) as router:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # Under nohup it is to outlive its terminal.
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, told)
+    async with serving(config, hurry=hurry) as router:
         # What has been loaded stays: a collection that walks it in the middle of a call is felt.
         gc.collect()
         gc.freeze()
@@ -263,14 +281,15 @@ class _Edge:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def drain(self, timeout_s: float) -> None:
-        """Wait until the requests are answered, then cancel what is left."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            for task in self._active:
-                task.cancel()
+    async def drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
+        """Wait until the requests are answered, or it is to hurry; then cancel what is left."""
+        ends = [asyncio.create_task(event.wait()) for event in (self._idle, hurry)]
+        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for each in ends:
+            each.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+        for task in self._active:
+            task.cancel()
 
     @web.middleware
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -200,6 +200,13 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
     else:
         engines = check_engines(data.get("engines"), keyed=keyed)
     config = RouterConfig(engines=engines, **values)
+    for engine in engines:
+        if _is_itself(config, engine):
+            raise ConfigError(
+                "engines.url",
+                f"{engine.url!r} is where this router listens: a call would go round in circles; "
+                "give engine or router another port",
+            )
     if not (config.private or config.keys_file or config.serve_without_keys):
         raise ConfigError(
             "host",
@@ -208,6 +215,15 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
             "listen on 127.0.0.1, or set serve_without_keys = true",
         )
     return config
+
+
+def _is_itself(config: RouterConfig, engine: EngineConfig) -> bool:
+    parts = urlsplit(engine.url)
+    here = {config.host, "127.0.0.1", "localhost", "::1"}
+    mine = config.private or config.host in ("", "0.0.0.0", "::")  # noqa: S104 - not bound here
+    return parts.port == config.port and (
+        parts.hostname == config.host or (mine and parts.hostname in here)
+    )
 
 
 def read_engines(path: Path, *, keyed: bool) -> tuple[EngineConfig, ...]:

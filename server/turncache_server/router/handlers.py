@@ -294,7 +294,11 @@ class Handlers:
 
     def _check_admin(self, request: web.Request) -> None:
         if self._services.keys is None and not _from_loopback(request):
-            raise ApiError(403, "Admin endpoints answer on loopback only.", code="forbidden")
+            raise ApiError(
+                403,
+                "Without keys admin endpoints answer on loopback only, and to no proxy.",
+                code="forbidden",
+            )
         if self._services.keys is not None and not request[CALLER].admin:
             raise ApiError(403, "This needs an admin's key.", code="forbidden")
 
@@ -394,7 +398,14 @@ def unauthorized(message: str) -> ApiError:
     return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
 
+#: Headers by which a proxy says that it asks for somebody else.
+_OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
+
+
 def _from_loopback(request: web.Request) -> bool:
-    # The address of the connection, never a header: X-Forwarded-For is the client's to choose.
+    # The address of the connection, never one in a header: those are the client's to choose. But
+    # behind a proxy on this machine everybody comes from loopback.
+    if any(name in request.headers for name in _OF_PROXIES):
+        return False
     peer = None if request.transport is None else request.transport.get_extra_info("peername")
     return isinstance(peer, tuple) and ipaddress.ip_address(peer[0]).is_loopback

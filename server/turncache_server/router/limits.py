@@ -8,7 +8,10 @@ of the API, and its bytes are not logged, because they may hold a prompt or a ke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
+import sys
 from collections import Counter
 from typing import Any, Final
 
@@ -72,6 +75,20 @@ def check_headers(
     for name in (*_ONCE, own_header):
         if len(request.headers.getall(name, ())) > 1:
             raise invalid(f"{name}: sent twice; which of them counts is undefined.", param=name)
+
+
+def more_files() -> int:
+    """Let this process have as many open files as it may, and return how many those are.
+
+    A call has up to three connections, and many systems begin with 1,024 files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # Refused where a limit of the system's lies below the process's.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 async def continue_later(_: web.Request) -> None:

@@ -160,6 +160,30 @@ def test_the_readme_lists_every_setting_with_its_default() -> None:
         assert row.group(1).replace("_", "").strip().startswith(text.removesuffix(".0")), item.name
 
 
+@pytest.mark.parametrize(
+    ("host", "url", "itself"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000", True),
+        ("127.0.0.1", "http://localhost:8000/", True),
+        ("0.0.0.0", "http://127.0.0.1:8000", True),
+        ("10.0.0.5", "http://10.0.0.5:8000", True),
+        ("router.example", "http://router.example:8000", True),
+        ("::1", "http://[::1]:8000", True),
+        ("10.0.0.5", "http://127.0.0.1:8000", False),
+        ("127.0.0.1", "http://10.0.0.5:8000", False),
+        ("127.0.0.1", "http://127.0.0.1:8001", False),
+    ],
+)
+def test_a_router_is_no_engine_of_its_own(host: str, url: str, itself: bool) -> None:
+    """A call would come back to it until nothing is left."""
+    settings = {"engines": [{**ONE, "url": url}], "host": host, "serve_without_keys": True}
+    if not itself:
+        assert parse_config(settings)
+        return
+    with pytest.raises(ConfigError, match="round in circles"):
+        parse_config(settings)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "router.example"])
 def test_beyond_loopback_without_keys_is_refused(host: str) -> None:
     """The error names the ways out; both let it start."""

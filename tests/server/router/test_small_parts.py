@@ -172,11 +172,15 @@ class _Transport:
     ],
 )
 def test_admin_endpoints_go_by_the_address_of_the_connection(peer: object, loopback: bool) -> None:
-    """Only loopback counts, whatever headers say."""
-    request = make_mocked_request(
-        "POST",
-        "/admin/return",
-        headers={"X-Forwarded-For": "127.0.0.1"},
-        transport=_Transport(peer),
-    )
-    assert handlers._from_loopback(request) is loopback
+    """Only loopback counts, whatever headers say; and no proxy that asks for somebody else."""
+    for headers, allowed in (
+        ({}, loopback),
+        ({"X-Forwarded-For": "127.0.0.1"}, False),
+        ({"Forwarded": "for=10.0.0.7"}, False),
+        ({"X-Real-IP": "127.0.0.1"}, False),
+        ({"Via": "1.1 nginx"}, False),
+    ):
+        request = make_mocked_request(
+            "POST", "/admin/return", headers=headers, transport=_Transport(peer)
+        )
+        assert handlers._from_loopback(request) is allowed
