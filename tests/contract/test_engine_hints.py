@@ -31,10 +31,11 @@ HINTS = st.builds(
     request=st.none() | IDS,
     final=st.booleans(),
     compaction=st.booleans(),
+    also=st.lists(IDS, max_size=2).map(tuple),
 )
 NAMES = [
     "v", "session", "parent", "tenant", "retain_s", "expect_s", "priority", "source",
-    "handover", "call", "request", "final", "compaction", "unknown",
+    "handover", "call", "request", "final", "compaction", "also", "unknown",
 ]  # fmt: skip
 ANYTHING = st.one_of(
     st.none(),
@@ -106,6 +107,8 @@ def test_no_arguments_make_an_engine_fail(xargs: dict[str, Any], trusted: bool) 
     assert hints.retain_s is None or 0 <= hints.retain_s <= MAX_RETAIN_S
     assert hints.expect_s is None or 0 <= hints.expect_s <= MAX_RETAIN_S
     assert type(hints.priority) is int
+    assert len(hints.also) <= 2
+    assert all(0 < len(engine) <= 256 and " " not in engine for engine in hints.also)
     assert 0 <= hints.priority <= 100
 
 

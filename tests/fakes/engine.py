@@ -463,11 +463,11 @@ class FakeEngine:
         chain = chain_of(prompt, salt)
         held = local = self.kv.prefix_tokens(chain)
         stock = (body.get("kv_transfer_params") or {}).get("remote_engine_id")
-        source = self.fleet.get(stock or xargs.get("tc_source", ""))
+        names = [stock or xargs.get("tc_source", ""), *xargs.get("tc_also", "").split()]
         if self.mode != "on" and not stock:
-            source = None
-        if source is not None:
-            held = max(local, source.kv.prefix_tokens(chain))
+            names = []
+        for source in filter(None, map(self.fleet.get, names)):
+            held = max(held, source.kv.prefix_tokens(chain))
         total = num_tokens(prompt)
         known = sum(block in self.kv.ever for block in chain) * BLOCK_TOKENS
         self.kv.write(chain)

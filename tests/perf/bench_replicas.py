@@ -9,8 +9,8 @@ session is placed on, and so answered by another one, which only the router of t
 Prefill engines keep nothing from one call to the next, so that what is not returned is lost.
 
 * *agreement*: share of sessions that both routers place on the same prefill and decode engines.
-* *source unknown*: share of the calls with a history for which the router named another source
-  than the engine that had answered last. Such a call takes less back and computes the rest.
+* *source unknown*: share of the calls with a history for which the router did not name, among the
+  sources, the engine that had answered last. Such a call takes less back and computes the rest.
 
 Counts, no times: the same arguments give the same figures on every machine.
 """
@@ -161,7 +161,9 @@ class Replicas:
         if session.last is not None:
             counts.num_continued += 1
             counts.num_changed += session.router != router
-            counts.num_unknown += prefill.seen[0].xargs.get("tc_source") != session.last
+            xargs = prefill.seen[0].xargs
+            named = [xargs.get("tc_source"), *xargs.get("tc_also", "").split()]
+            counts.num_unknown += session.last not in named
         outcome = outcome_of(answer)
         counts.prompt_tokens += outcome.prompt
         counts.lost_tokens += outcome.lost

@@ -125,6 +125,27 @@ def test_a_guessed_session_gets_nothing(made: World) -> None:
     finish(prefill, decode)
 
 
+def test_of_several_sources_the_one_that_has_most_is_pulled_from(made: World) -> None:
+    """A router that does not know for sure names more than one; strangers among them are left out.
+
+    A prompt that none of them has is as one that the first has not.
+    """
+    prefill = Engine(made, "prefill-0", peers=["decode-0", "decode-1"])
+    for name in ("decode-0", "decode-1"):
+        decode = Engine(made, name, peers=["prefill-0"])
+    talk = Conversation("s")
+    talk.call(decode, 60, max_tokens=8)
+    also = ("stranger", "decode-1")
+    record = prefill.record(talk.call(prefill, 10, source="decode-0", also=also))
+    assert record.returned > 0
+    assert (record.lost, record.reason) == (0, Reason.OK)
+    prefill.call("x", tokens(70, start=9), session="x", source="decode-0", also=also)
+    assert prefill.record("x").returned == 0
+    prefill.call("y", tokens(70, start=99), session="y", source="a", also=("b",))
+    assert prefill.record("y").reason is Reason.SOURCE_UNKNOWN
+    finish(prefill, decode)
+
+
 def test_an_unknown_source_is_a_reason(made: World) -> None:
     """A source is resolved in the allow-list, never an address."""
     prefill, decode = pair(made)

@@ -20,6 +20,8 @@ from turncache.protocol.words import (
 
 #: Prefix of every scalar of ours in ``vllm_xargs``.
 XARG_PREFIX: Final = "tc_"
+#: Most engines that may be named beside a source.
+MAX_ALSO: Final = 2
 #: Members that steer an engine and never come from outside.
 STRIPPED_BODY_MEMBERS: Final = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
 
@@ -36,6 +38,8 @@ class EngineHints:
         expect_s: seconds until the next call is expected, None when unknown.
         priority: 0 to 100.
         source: engine id to pull from; resolved in the engine's own allow-list.
+        also: at most two more, which are asked at the same time: nobody knows for sure which of
+            them has it.
         handover: another engine will take this prompt: keep it above everything until then.
         call: how this leg is to be counted: ``prefill``, ``decode`` or ``single``.
         request: id under which the outcome is kept; vLLM randomises its own.
@@ -58,6 +62,7 @@ class EngineHints:
     final: bool = False
     compaction: bool = False
     stock: bool = False
+    also: tuple[str, ...] = ()
 
     def to_xargs(self) -> dict[str, str | int | float]:
         """Encode as scalars; members at their default are left out."""
@@ -69,6 +74,8 @@ class EngineHints:
             value = getattr(self, name)
             if value is not None:
                 out[XARG_PREFIX + name] = value
+        if self.also:
+            out["tc_also"] = " ".join(self.also)
         if self.priority != DEFAULT_PRIORITY:
             out["tc_priority"] = self.priority
         for name in ("handover", "final", "compaction", "stock"):
@@ -111,6 +118,7 @@ class EngineHints:
             final=xargs.get("tc_final") == 1,
             compaction=xargs.get("tc_compaction") == 1,
             stock=xargs.get("tc_stock") == 1,
+            also=_ids(xargs.get("tc_also")),
         )
 
 
@@ -118,6 +126,13 @@ def _legal_or_none(value: object) -> str | None:
     if not isinstance(value, str) or len(value) > MAX_SESSION_ID_CHARS:
         return None
     return value if VISIBLE_ASCII.fullmatch(value) else None
+
+
+def _ids(value: object) -> tuple[str, ...]:
+    """Read ids that are parted by single spaces, which no id holds."""
+    if not isinstance(value, str) or len(value) > MAX_ALSO * (MAX_SESSION_ID_CHARS + 1):
+        return ()
+    return tuple(filter(_legal_or_none, value.split(" ")[:MAX_ALSO]))
 
 
 def _seconds(value: object) -> float | None:

@@ -362,7 +362,10 @@ class PairScheduler(NixlPullConnectorScheduler):
         now_s = self._clock()
         if source is None:
             return self._pulls.search(request.request_id, hints.session, hashes, now_s)
-        return self._pulls.start(request.request_id, hints.session, source, hashes, now_s)
+        also = hints.also if leg is None else ()
+        return self._pulls.start(
+            request.request_id, hints.session, source, hashes, now_s, also=also
+        )
 
     def _peer_with(self, engine_id: str) -> Peer | None:
         """Return the peer whose NIXL id this is, None for a stranger's."""

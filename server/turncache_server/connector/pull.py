@@ -216,31 +216,51 @@ class PullBook:
     # --- arrival and admission ---------------------------------------------------------
 
     def start(
-        self, request_id: str, session: str, source: str, hashes: list[bytes], now_s: float
+        self,
+        request_id: str,
+        session: str,
+        source: str,
+        hashes: list[bytes],
+        now_s: float,
+        *,
+        also: tuple[str, ...] = (),
     ) -> Reason | None:
         """Peek at the source for a request that has just arrived.
+
+        Args:
+            request_id: of the request.
+            session: whose it is.
+            source: engine to pull from.
+            hashes: of the prompt's full blocks.
+            now_s: the time.
+            also: engines that are peeked at as well; who has most is pulled from.
 
         Returns:
             Why there is no pull, None when the peek is on its way.
         """
         self._look_behind()
-        peer = self._peers.get(source)
-        if peer is None:
+        names = dict.fromkeys((source, *also))
+        peers = [peer for name in names if (peer := self._peers.get(name)) is not None]
+        if not peers:
             return Reason.SOURCE_UNKNOWN
-        if peer.state is PeerState.INCOMPATIBLE:
-            return Reason.INCOMPATIBLE
-        if peer.state is not PeerState.COMPATIBLE or self._rests(peer, now_s):
-            return Reason.SOURCE_GONE
+        good = tuple(
+            peer
+            for peer in peers
+            if peer.state is PeerState.COMPATIBLE and not self._rests(peer, now_s)
+        )
+        if not good:
+            apart = all(peer.state is PeerState.INCOMPATIBLE for peer in peers)
+            return Reason.INCOMPATIBLE if apart else Reason.SOURCE_GONE
         if not hashes:
             return Reason.BELOW_THRESHOLD
         pull = Pull(
             request_id=request_id,
             session=session,
-            peer=peer,
+            peer=good[0],
             hashes=hashes[:MAX_HASHES],
             state=PullState.PEEKING,
         )
-        self._ask(pull, (peer,), now_s)
+        self._ask(pull, good, now_s)
         self._pulls[request_id] = pull
         return None
 

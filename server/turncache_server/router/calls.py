@@ -260,6 +260,7 @@ class PlannedCall:
                 served_by=engine.name,
                 root=self._call.root,
                 answered=answered,
+                num_answers=self._call.asked.num_answers,
             )
             self._leave(left, engine)
             if ending.boundary is Boundary.TOOL:

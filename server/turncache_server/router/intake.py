@@ -137,6 +137,7 @@ class Intake:
         hints = PlanHints(
             root=root,
             served_by=None if entry is None else entry.served_by,
+            behind=entry is not None and entry.is_behind(asked.num_answers),
             new_tokens=await self._new_tokens(call, entry, snapshot),
             all_tokens=all_tokens(body) if snapshot.decode_limit else 0,
         )

@@ -184,6 +184,7 @@ class Opening:
         hints = self._hints(
             "prefill",
             source=self._plan.source,
+            also=self._plan.also,
             # While returns are on, decode keeps the session: it has the answer as well.
             retain_s=0.0 if self._call.return_enabled else self._call.tags.retain_s,
             handover=not self._plan.stock,
@@ -236,7 +237,13 @@ class Opening:
         return serving_body(call.api, call.body, hints, salt=call.salt, held=self._held)
 
     def _hints(
-        self, kind: str, *, source: str | None, retain_s: float | None, handover: bool = False
+        self,
+        kind: str,
+        *,
+        source: str | None,
+        retain_s: float | None,
+        also: tuple[str, ...] = (),
+        handover: bool = False,
     ) -> EngineHints:
         tags = self._call.tags
         return EngineHints(
@@ -246,6 +253,7 @@ class Opening:
             retain_s=retain_s,
             priority=tags.priority,
             source=source,
+            also=also,
             handover=handover,
             call=kind,
             request=self._call.request,

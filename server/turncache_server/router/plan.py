@@ -6,11 +6,16 @@ import enum
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from turncache.protocol import Plan, Reason
 from turncache_server.router.apis.api import CallRequest
 from turncache_server.router.errors import SERVER_ERROR, ApiError, invalid
 from turncache_server.router.place import rank
+
+
+#: Engines of a side to which a session goes that nobody refuses twice: each costs a peek.
+_LIKELY: Final = 2
 
 
 class Side(enum.StrEnum):
@@ -114,6 +119,7 @@ class PlanHints:
     Attributes:
         root: namespaced id that the session is placed by.
         served_by: name of the engine that generated the session's last answer.
+        behind: another router has had calls of the session since.
         new_tokens: most prompt tokens that ``served_by`` would have to compute, None when
             it has not confirmed what it keeps.
         all_tokens: most tokens of the prompt.
@@ -121,6 +127,7 @@ class PlanHints:
 
     root: str
     served_by: str | None = None
+    behind: bool = False
     new_tokens: int | None = None
     all_tokens: int = 0
 
@@ -136,6 +143,7 @@ class CallPlan:
             call alone.
         serve: engines that answer the client, best first, never empty.
         source: engine id that prefill is to pull from, None without a return.
+        also: engine ids that may have it as well, where nobody knows for sure.
         stock: prefill hands over to decode as stock does: an engine of the plan pulls nothing.
     """
 
@@ -144,6 +152,7 @@ class CallPlan:
     prefill: tuple[EngineView, ...]
     serve: tuple[EngineView, ...]
     source: str | None = None
+    also: tuple[str, ...] = ()
     stock: bool = False
 
 
@@ -167,15 +176,16 @@ def make_plan(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
     # One that does not pull decides for all: which of them will answer is not known yet.
     stock = not all(engine.pulls for engine in (*prefill, *decode))
     if stock:
-        reason, source = Reason.DISABLED, None
+        reason, sources = Reason.DISABLED, ()
     else:
-        reason, source = _source(request, hints, snapshot)
+        reason, sources = _sources(request, hints, snapshot)
     return CallPlan(
-        label=Plan.COLD if source is None else Plan.RETURN,
+        label=Plan.RETURN if sources else Plan.COLD,
         reason=reason,
         prefill=prefill,
         serve=decode,
-        source=source,
+        source=sources[0] if sources else None,
+        also=sources[1:],
         stock=stock,
     )
 
@@ -296,19 +306,19 @@ def _ranked(root: str, engines: Iterable[EngineView]) -> tuple[EngineView, ...]:
     return tuple(by_name[name] for name in rank(root, by_name))
 
 
-def _source(
+def _sources(
     request: CallRequest, hints: PlanHints, snapshot: Snapshot
-) -> tuple[Reason, str | None]:
-    """Choose the decode engine to pull from: (reason, engine id or None)."""
+) -> tuple[Reason, tuple[str, ...]]:
+    """Choose the decode engines to pull from: (reason, engine ids, the likeliest first)."""
     if not snapshot.return_enabled:
-        return Reason.DISABLED, None
+        return Reason.DISABLED, ()
     if hints.served_by is None and not request.has_answers:
-        return Reason.NEW_SESSION, None
-    name = hints.served_by
-    if not name:
-        # Where it was placed before one of them began to drain.
-        name = _ranked(hints.root, _live(request, snapshot, Side.DECODE))[0].name
-    last = next((e for e in snapshot.of_side(Side.DECODE) if e.name == name), None)
-    if last is None or not last.live:
-        return Reason.SOURCE_GONE, None
-    return Reason.OK, last.engine_id
+        return Reason.NEW_SESSION, ()
+    names = [] if hints.served_by is None else [hints.served_by]
+    if not names or hints.behind:
+        # Where it was placed before one of them began to drain, and where it went if that refused.
+        ranked = _ranked(hints.root, _live(request, snapshot, Side.DECODE))
+        names = [*(engine.name for engine in ranked[:_LIKELY]), *names]
+    live = {engine.name: engine for engine in snapshot.of_side(Side.DECODE) if engine.live}
+    found = tuple(live[name].engine_id for name in dict.fromkeys(names) if name in live)
+    return (Reason.OK, found) if found else (Reason.SOURCE_GONE, ())

@@ -41,11 +41,19 @@ class SessionEntry:
         served_by: name of the engine that generated the session's last answer.
         root: namespaced id of the first session of its tree: the key for placing.
         answered: its last call, None unless decode may serve calls alone.
+        num_answers: of the model in the history of its last call, None when nobody knows.
     """
 
     served_by: str
     root: str
     answered: Answered | None = None
+    num_answers: int | None = None
+
+    def is_behind(self, num_answers: int | None) -> bool:
+        """Say whether another router has had calls of it since, by the history of a call."""
+        if self.num_answers is None or num_answers is None:
+            return False
+        return num_answers > self.num_answers + 1
 
 
 class SessionTable:
@@ -84,7 +92,13 @@ class SessionTable:
         return above.root if above is not None else parent
 
     def advance(
-        self, session: str, *, served_by: str, root: str, answered: Answered | None = None
+        self,
+        session: str,
+        *,
+        served_by: str,
+        root: str,
+        answered: Answered | None = None,
+        num_answers: int | None = None,
     ) -> str | None:
         """Record that a call of the session has ended well on an engine.
 
@@ -92,7 +106,9 @@ class SessionTable:
             The engine that it has come from, None when it stays or is new.
         """
         before = self._entries.get(session)
-        self._entries[session] = SessionEntry(served_by=served_by, root=root, answered=answered)
+        self._entries[session] = SessionEntry(
+            served_by=served_by, root=root, answered=answered, num_answers=num_answers
+        )
         self._entries.move_to_end(session)
         while len(self._entries) > self._max_sessions:
             self._entries.popitem(last=False)

@@ -174,9 +174,40 @@ def test_the_source_is_the_engine_that_answered_last() -> None:
 
 
 def test_an_unknown_session_with_history_is_looked_for_where_it_would_lie() -> None:
-    """After a restart of the router the placed engine is the best guess."""
+    """After a restart of the router: where it is placed, and where it went if that refused."""
     plan = make_plan(request(messages=[USER, ANSWER, USER]), PlanHints(root="s"), fleet())
-    assert plan.source == plan.serve[0].engine_id
+    first, second, _ = plan.serve
+    assert (plan.source, plan.also) == (first.engine_id, (second.engine_id,))
+    dead = {first.name: True}
+    plan = make_plan(request(messages=[USER, ANSWER, USER]), PlanHints(root="s"), fleet(**dead))
+    assert (plan.source, *plan.also) == tuple(engine.engine_id for engine in plan.serve)
+
+
+def test_a_session_that_another_router_has_served_since_is_looked_for_as_well() -> None:
+    """What this one knows comes last, and none is named twice."""
+    first, second, third = make_plan(request(), PlanHints(root="s"), fleet()).serve
+    for last, also in ((third, (second, third)), (first, (second,))):
+        hints = PlanHints(root="s", served_by=last.name, behind=True)
+        plan = make_plan(request(messages=[USER, ANSWER, USER]), hints, fleet())
+        assert plan.source == first.engine_id
+        assert plan.also == tuple(engine.engine_id for engine in also)
+    known = PlanHints(root="s", served_by=third.name)
+    plan = make_plan(request(messages=[USER, ANSWER, USER]), known, fleet())
+    assert (plan.source, plan.also) == (third.engine_id, ())
+
+
+def test_the_table_knows_when_it_is_behind() -> None:
+    """A history has one answer more than the last call that this router has served; not two."""
+    sessions = SessionTable(10)
+    sessions.advance("s", served_by="d0", root="s", num_answers=3)
+    entry = sessions.get("s")
+    assert entry is not None
+    assert [entry.is_behind(count) for count in (2, 3, 4, 5)] == [False, False, False, True]
+    assert not entry.is_behind(None)
+    sessions.advance("s", served_by="d0", root="s")
+    entry = sessions.get("s")
+    assert entry is not None
+    assert not entry.is_behind(9)
 
 
 def test_a_dead_source_is_not_asked() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.perf.bench_replicas import LIMIT, Load, measure
+from tests.perf.bench_replicas import Load, measure
 
 pytestmark = pytest.mark.anyio
 
@@ -18,11 +18,10 @@ async def test_replicas_place_alike_and_find_the_source() -> None:
     assert (counts.num_moved, counts.num_unknown, counts.lost_tokens) == (0, 0, 0)
 
 
-async def test_only_an_answer_from_elsewhere_is_unknown_to_the_other_replica() -> None:
-    """It costs that turn, and once more when the first replica's knowledge is out of date."""
+async def test_an_answer_from_elsewhere_is_found_by_the_other_replica() -> None:
+    """Whoever does not know a session, or sees that it is behind, names two engines that may."""
     counts = await measure(Load(num_calls=50, num_sessions=4, to_first=0.5, refused=0.5))
     assert counts.agreement == 1.0
     assert counts.num_moved > 10
-    assert LIMIT < counts.unknown < 0.5
-    assert counts.num_unknown <= 2 * counts.num_moved
-    assert 0 < counts.lost_tokens < counts.prompt_tokens / 2
+    assert counts.num_changed > 10
+    assert (counts.num_unknown, counts.lost_tokens) == (0, 0)
