@@ -160,6 +160,21 @@ def test_the_readme_lists_every_setting_with_its_default() -> None:
         assert row.group(1).replace("_", "").strip().startswith(text.removesuffix(".0")), item.name
 
 
+def test_the_readme_lists_every_code_of_an_error() -> None:
+    """Clients act by them: what the code can say is on the page, and nothing else."""
+    folder = Path(module.__file__).parent
+    source = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    codes = set(re.findall(r'code="([a-z_]+)"', source))
+    # Of legs that have failed: the kinds are a closed list in errors.py.
+    words = re.search(r"kind: (``refused``.*?); a closed list", source, re.DOTALL)
+    assert words is not None
+    codes |= {f"engine_{kind}" for kind in re.findall(r"``(\w+)``", words.group(1))}
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    table = page[page.index("## Errors of its own") : page.index("## Whose call it is")]
+    listed = re.findall(r"`([a-z]+(?:_[a-z]+)*)`", "".join(re.findall(r"^\| [^|]*", table, re.M)))
+    assert set(listed) == codes | {"not_found"}
+
+
 @pytest.mark.parametrize(
     ("host", "url", "itself"),
     [
