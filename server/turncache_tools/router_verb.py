@@ -27,6 +27,7 @@ _LIMITS: Final = (
     "max_tenant_calls",
     "header_timeout_s",
     "body_timeout_s",
+    "client_stall_s",
 )
 
 

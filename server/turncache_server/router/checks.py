@@ -17,6 +17,7 @@ _OF_PAIRS: Final = (
     "decode_alone_tokens",
     "max_new_tokens_on_decode",
     "serve_on_prefill",
+    "prefill_timeout_s",
 )
 
 
