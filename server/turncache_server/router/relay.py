@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -74,8 +73,7 @@ class Relay:
         failure: LegFailed | None = None
         last = b""
         try:
-            async with self._in_time():
-                last = await self._pass_on(stream)
+            last = await self._in_time(self._pass_on(stream))
         except LegFailed as error:
             # After its last event the client has everything, however the connection ends.
             failure = None if stream.done else error
@@ -102,8 +100,9 @@ class Relay:
             ClientGone: the client has left.
         """
         try:
-            async with self._in_time():
-                body = await self.opened.leg.rest(self.opened.first, self.config.max_answer_bytes)
+            body = await self._in_time(
+                self.opened.leg.rest(self.opened.first, self.config.max_answer_bytes)
+            )
         except LegFailed as failure:
             error = failure.to_api_error(self.config.retry_after_s)
             response = await self.answer.fail(error)
@@ -124,17 +123,18 @@ class Relay:
         )
         return Relayed(response=response, code=200, ending=ending)
 
-    @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
-        """Bound what is done in the block to the time that an answer may take.
+    async def _in_time(self, answer: Awaitable[bytes]) -> bytes:
+        """Await what is done of an answer, within the time that one may take.
 
         Raises:
             LegFailed: it took longer.
         """
         limit_s = self.config.answer_timeout_s
+        if not limit_s:
+            return await answer
         try:
-            async with asyncio.timeout(limit_s or None):
-                yield
+            async with asyncio.timeout(limit_s):
+                return await answer
         except TimeoutError as error:
             raise LegFailed(
                 self.opened.engine.name,

@@ -7,7 +7,7 @@ event of the stream. Whoever fails a call need not know which.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -68,12 +68,7 @@ class ClientAnswer:
         if self._chunked:
             response.enable_chunked_encoding()
         self._response = response
-        async with self._taken():
-            await response.prepare(self._request)
-            if first:
-                await response.write(first)
-            else:
-                self._request.writer.send_headers()
+        await self._taken(self._begin(response, first))
         self._transport = self._request.transport
 
     def send(self, data: bytes) -> bool:
@@ -101,8 +96,7 @@ class ClientAnswer:
         Raises:
             ClientGone: the client has left.
         """
-        async with self._taken():
-            await self._request.writer.drain()
+        await self._taken(self._request.writer.drain())
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream, at the pace that the client reads it.
@@ -120,8 +114,7 @@ class ClientAnswer:
             ClientGone: the client has left.
         """
         assert self._response is not None
-        async with self._taken():
-            await self._response.write_eof(last)
+        await self._taken(self._response.write_eof(last))
         return self._response
 
     async def whole(
@@ -134,9 +127,7 @@ class ClientAnswer:
         """
         response = web.Response(status=status, headers=headers, body=body)
         self._response = response
-        async with self._taken():
-            await response.prepare(self._request)
-            await response.write_eof()
+        await self._taken(self._send_whole(response))
         return response
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
@@ -153,16 +144,26 @@ class ClientAnswer:
             headers["retry-after"] = f"{error.retry_after_s:g}"
         return await self.whole(error.status, headers, self._errors.body(error))
 
-    @asynccontextmanager
-    async def _taken(self) -> AsyncIterator[None]:
-        """Send within the block, as long as the client takes it.
+    async def _begin(self, response: web.StreamResponse, first: bytes) -> None:
+        await response.prepare(self._request)
+        if first:
+            await response.write(first)
+        else:
+            self._request.writer.send_headers()
+
+    async def _send_whole(self, response: web.Response) -> None:
+        await response.prepare(self._request)
+        await response.write_eof()
+
+    async def _taken(self, sending: Awaitable[None]) -> None:
+        """Send, as long as the client takes it.
 
         Raises:
             ClientGone: it has left, or does not read.
         """
         try:
             async with asyncio.timeout(self._stall_s):
-                yield
+                await sending
         except ConnectionError as error:
             raise ClientGone from error
         except TimeoutError as error:
