@@ -168,7 +168,8 @@ def router(
                 fleet += f" from {settings.engines_file}"
             if settings.kubernetes_selector:
                 fleet = f"engines that Kubernetes names ({settings.kubernetes_selector})"
-            write(f"{given.where}: {fleet}, {scheme}://{settings.host}:{settings.port}{secret}, {who}")
+            where = f"{scheme}://{settings.host}:{settings.port}"
+            write(f"{given.where}: {fleet}, {where}{secret}, {who}")
             write("limits: " + ", ".join(f"{name} {getattr(settings, name):,}" for name in _LIMITS))
         for sentence in warnings:
             progress(sentence)

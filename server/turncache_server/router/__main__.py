@@ -18,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the router and return the exit code: 0 ok, 2 usage or config."""
     args = _parser().parse_args(argv)
     try:
-        given = overrides({flag.setting: getattr(args, flag.setting) for flag in FLAGS}, args.engine)
+        given = overrides(
+            {flag.setting: getattr(args, flag.setting) for flag in FLAGS}, args.engine
+        )
         logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(message)s")
         run(load_config(args.config, given))
     except (ConfigError, ProtocolError, ValueError) as error:

@@ -72,7 +72,7 @@ _PARSER_SLACK: Final = 2
 #: Objects made, beyond those freed, before the garbage collector looks at the young ones: a call
 #: makes hundreds, and next to none of them in cycles.
 _GC_THRESHOLD: Final = 10_000
-#: Fewer open files than a thousand streams need: each has a client, an engine, and one that is idle.
+#: Fewer open files than a thousand streams need, each with a client, an engine and an idle one.
 _FEW_FILES: Final = 4096
 #: Agents come in bursts; a connection that does not fit waits a second for its next try.
 _BACKLOG: Final = 4096

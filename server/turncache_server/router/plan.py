@@ -13,7 +13,6 @@ from turncache_server.router.apis.api import CallRequest
 from turncache_server.router.errors import SERVER_ERROR, ApiError, invalid
 from turncache_server.router.place import rank
 
-
 #: Engines of a side to which a session goes that nobody refuses twice: each costs a peek.
 _LIKELY: Final = 2
 

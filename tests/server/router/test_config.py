@@ -171,7 +171,9 @@ def test_the_readme_lists_every_code_of_an_error() -> None:
     codes |= {f"engine_{kind}" for kind in re.findall(r"``(\w+)``", words.group(1))}
     page = (folder / "README.md").read_text(encoding="utf-8")
     table = page[page.index("## Errors of its own") : page.index("## Whose call it is")]
-    listed = re.findall(r"`([a-z]+(?:_[a-z]+)*)`", "".join(re.findall(r"^\| [^|]*", table, re.MULTILINE)))
+    listed = re.findall(
+        r"`([a-z]+(?:_[a-z]+)*)`", "".join(re.findall(r"^\| [^|]*", table, re.MULTILINE))
+    )
     assert set(listed) == codes | {"not_found"}
 
 

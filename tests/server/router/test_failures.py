@@ -196,7 +196,10 @@ async def test_each_leg_has_a_deadline_of_its_own() -> None:
         ("prefill", {"prefill_timeout_s": 0.05}),
         ("decode", {"first_byte_timeout_s": 0.05, "prefill_timeout_s": 20.0}),
     ):
-        async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **limits) as running:
+        async with (
+            fake_pair() as ([prefill], [decode]),
+            bench(prefill, decode, **limits) as running,
+        ):
             slow = prefill if late == "prefill" else decode
             slow.scripts = [Script(until=asyncio.Event())]
             answer = await running.chat(stream=True)

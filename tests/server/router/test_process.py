@@ -40,6 +40,13 @@ async def started(
     return process, httpx2.AsyncClient(base_url=url, timeout=20, verify=False)
 
 
+def files_of(pid: int) -> tuple[str, str]:
+    """Return how many open files a process may have: (soft limit, hard limit)."""
+    limits = Path(f"/proc/{pid}/limits").read_text(encoding="ascii")
+    (row,) = [line.split() for line in limits.splitlines() if line.startswith("Max open files")]
+    return row[3], row[4]
+
+
 async def test_sigterm_ends_the_process_after_its_calls() -> None:
     """A call in flight gets its whole answer; the exit code is 0; the log holds no prompt."""
     engine = FakeEngine()
@@ -66,7 +73,7 @@ async def test_sigterm_ends_the_process_after_its_calls() -> None:
         assert secret not in text
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/limits"), reason="Linux says it there")
+@pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="Linux says it there")
 async def test_a_second_signal_ends_the_drain() -> None:
     """Who presses Ctrl-C twice does not wait; the hang-up of a terminal counts as the first.
 
@@ -76,9 +83,8 @@ async def test_a_second_signal_ends_the_drain() -> None:
     engine.scripts = [Script(pause_after=2)]
     async with fake_engines(engine):
         process, client = await started(engine, "sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh")
-        limits = Path(f"/proc/{process.pid}/limits").read_text(encoding="ascii")
-        (row,) = [line.split() for line in limits.splitlines() if line.startswith("Max open files")]
-        assert row[3] == row[4] != "256"
+        soft, hard = files_of(process.pid)
+        assert soft == hard != "256"
         body = {"model": "fake", "messages": MESSAGES, "stream": True}
         async with client as http, http.stream("POST", CHAT, json=body) as answer:
             lines = answer.aiter_lines()
