@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -72,6 +73,11 @@ _PARSER_SLACK: Final = 2
 #: Objects made, beyond those freed, before the garbage collector looks at the young ones: a call
 #: makes hundreds, and next to none of them in cycles.
 _GC_THRESHOLD: Final = 10_000
+#: What to change when an address cannot be listened on, by the system's error.
+_WAYS_OUT: Final = {
+    errno.EADDRINUSE: ("port", "choose a free port"),
+    errno.EACCES: ("port", "choose one above 1023, which an ordinary user may take"),
+}
 #: Fewer open files than a thousand streams need, each with a client, an engine and an idle one.
 _FEW_FILES: Final = 4096
 #: Agents come in bursts; a connection that does not fit waits a second for its next try.
@@ -405,9 +411,10 @@ async def _listen(
     except OSError as error:
         # asyncio's own text says the address once more; names that are unknown have no errno.
         number = error.errno or 0
-        why = os.strerror(number) if number > 0 else error
+        why = os.strerror(number) if number > 0 else error.strerror or error
+        setting, way_out = _WAYS_OUT.get(number, ("host", "name an address of this machine"))
         raise ConfigError(
-            "port", f"cannot listen on {config.host}:{config.port}: {why}; choose a free port"
+            setting, f"cannot listen on {config.host}:{config.port}: {why}; {way_out}"
         ) from error
     if not (config.private or config.keys_file):
         logger.warning(

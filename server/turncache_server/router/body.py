@@ -169,6 +169,8 @@ def _scanned(raw: bytes, max_depth: int) -> list[Member]:
         raise invalid(
             f"The body is not UTF-8: byte {error.start} cannot be decoded. Send JSON in UTF-8."
         ) from error
+    if text.startswith("\ufeff"):
+        raise invalid("The body begins with a byte order mark. Send JSON in UTF-8 without one.")
     try:
         members, end = scan_object(text, skip(text, 0))
     except DuplicateNameError as error:

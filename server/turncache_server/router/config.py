@@ -23,6 +23,8 @@ from turncache_server.router.plan import Side
 _MIB: Final = 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]{1,64}")
+_PATH: Final = re.compile(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*){1,8}")
+_HOST: Final = re.compile(r"[^\s%<>\"\\^`{|}]+")
 #: Settings each of which names the engines.
 _LISTS: Final = ("engines", "engines_file", "kubernetes_selector")
 
@@ -76,6 +78,7 @@ class RouterConfig:
     serve_without_keys: bool = False
     port: int = _number(8000, 0, 65535)
     return_enabled: bool = True
+    more_paths: str = ""
     follow_conversations: bool = True
     session_header: str = ""
     warm_ahead_s: float = _number(0.0, 0, 60)
@@ -137,6 +140,11 @@ class RouterConfig:
             return self.host == "localhost"
 
     @property
+    def other_paths(self) -> tuple[str, ...]:
+        """What ``more_paths`` names."""
+        return tuple(self.more_paths.split())
+
+    @property
     def may_decode_alone(self) -> bool:
         """Whether decode may serve calls without prefill: histories are remembered then."""
         return self.decode_alone_tokens > 0 or self.max_new_tokens_on_decode > 0
@@ -182,6 +190,11 @@ def parse_config(data: Mapping[str, object]) -> RouterConfig:
         raise ConfigError("tls_key_file", "certificate and key belong together; set both")
     if (header := values.get("session_header")) and not _HEADER_NAME.fullmatch(header):
         raise ConfigError("session_header", f"{header!r}: expected the name of a header")
+    for path in str(values.get("more_paths", "")).split():
+        if not _PATH.fullmatch(path):
+            raise ConfigError(
+                "more_paths", f"{path!r}: expected paths such as /v1/rerank, parted by spaces"
+            )
     if url := values.get("redis_url"):
         check_redis_url(url)
     keyed = bool(values.get("fleet_secret_file"))
@@ -356,7 +369,7 @@ def _url(setting: str, text: str) -> str:
         parts = urlsplit(text)
         legal = (
             parts.scheme in ("http", "https")
-            and bool(parts.hostname)
+            and _HOST.fullmatch(parts.hostname or "") is not None
             and parts.port != 0
             and parts.username is None
             and parts.path in ("", "/")
@@ -369,4 +382,4 @@ def _url(setting: str, text: str) -> str:
         raise ConfigError(
             setting, f"{text!r}: expected http://host:port, without path or credentials"
         )
-    return text.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc.lower()}"

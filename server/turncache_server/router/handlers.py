@@ -67,7 +67,7 @@ class Handlers:
         later = {"expect_handler": continue_later}
         routes = [
             *(web.post(api.path, self._planned(api), name=api.name, **later) for api in APIS),
-            *(web.post(path, self.pass_on, **later) for path in PASSED_ON),
+            *(web.post(path, self.pass_on, **later) for path in self._passed_on()),
             web.post("/v1/sessions", self.notice, name="sessions", **later),
             web.get("/v1/sessions", self.sessions),
             web.get("/v1/models", self.models, name="models"),
@@ -78,6 +78,12 @@ class Handlers:
         if self._services.config.admin:
             routes.append(web.post("/admin/return", self.switch_return, name="admin", **later))
         return routes
+
+    def _passed_on(self) -> tuple[str, ...]:
+        """Return the paths that need no plan; what is served otherwise is not among them."""
+        served = {api.path for api in APIS} | {"/v1/sessions", "/admin/return"}
+        paths = dict.fromkeys((*PASSED_ON, *self._services.config.other_paths))
+        return tuple(path for path in paths if path not in served)
 
     def _planned(self, api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def serve(request: web.Request) -> web.StreamResponse:
@@ -343,9 +349,8 @@ class Handlers:
         """
         if request.content_type != "application/json":
             # Also what keeps a web page from posting here: this type needs a preflight.
-            raise ApiError(
-                415, f"content-type: {request.content_type!r}: expected 'application/json'."
-            )
+            sent = repr(request.content_type) if "content-type" in request.headers else "missing"
+            raise ApiError(415, f"content-type: {sent}: expected 'application/json'.")
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise ApiError(415, f"content-encoding: {encoding[:40]!r}: expected 'identity'.")

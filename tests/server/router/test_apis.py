@@ -502,6 +502,20 @@ async def test_what_is_passed_on_is_spread_over_the_engines_that_serve_its_model
         assert (len(a.passed_on), len(b.passed_on)) == (0, 4)
 
 
+async def test_paths_of_the_operators_own_are_passed_on(pair: Pair) -> None:
+    """Only those that are named; what the router plans stays planned, whatever is named."""
+    body = {"model": "fake", "prompt": "x", "max_tokens": 2}
+    assert (await pair.bench.http.post("/detokenize/more", json=body)).status_code == 404
+    paths = "/tokenize /v1/completions"
+    async with bench(pair.prefill, pair.decode, more_paths=f"{paths} /detokenize/more") as running:
+        assert (await running.http.post("/tokenize", json=body)).status_code == 200
+        answer = await running.http.post("/detokenize/more", json=body)
+        # The fake does not have it: its own 404 came through.
+        assert (answer.status_code, "No such path" in answer.text) == (404, False)
+        planned = await running.http.post("/v1/completions", json=body)
+        assert "turncache-outcome" in planned.headers
+
+
 async def test_without_an_engine_nothing_is_passed_on() -> None:
     """A dead engine is a 503 that may be tried again."""
     engine = FakeEngine()

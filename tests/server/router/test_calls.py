@@ -23,6 +23,7 @@ from tests.server.router.support import (
     outcome_of,
     streamed,
 )
+from turncache.errors import ConfigError
 from turncache.protocol import Boundary, EngineHints, Plan, Reason
 from turncache_server.router.app import serving
 from turncache_server.router.events import CallEnded, CallRefused, OutcomeMissing
@@ -434,6 +435,23 @@ async def test_a_header_of_the_operators_own_names_the_session() -> None:
     assert [seen.headers["x-session-id"] for seen in engine.seen] == ["t", "s"]
     assert [signal.session for signal in engine.signals] == ["t"]
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Thread")
+
+
+async def test_an_address_that_cannot_be_listened_on_names_what_to_change() -> None:
+    """A port that somebody has, or an address that this machine has not."""
+    nobody = [{"name": "a", "side": "single", "url": "http://127.0.0.1:1"}]
+    taken = await asyncio.start_server(lambda _r, _w: None, "127.0.0.1", 0)
+    port = taken.sockets[0].getsockname()[1]
+    for settings, setting, words in (
+        ({"port": port}, "port", "choose a free port"),
+        ({"host": "203.0.113.7", "serve_without_keys": True}, "host", "address of this machine"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            async with bench(engines=nobody, **settings):
+                pass
+        assert caught.value.setting == setting
+    taken.close()
+    await taken.wait_closed()
 
 
 # --- shutting down ----------------------------------------------------------------------------
