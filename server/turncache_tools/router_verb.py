@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -36,11 +36,16 @@ class Given:
     """What a command line says of the settings.
 
     Attributes:
-        where: the file, or that there is none, for people.
+        config: the file, None for none.
+        flags: settings that win over the file's.
     """
 
-    where: str
-    settings: RouterConfig
+    config: Path | None
+    flags: Mapping[str, object]
+
+    def read(self) -> RouterConfig:
+        """Read the file, flags on top."""
+        return load_config(self.config, self.flags)
 
 
 def _given(
@@ -56,9 +61,8 @@ def _given(
     ] = None,
     **values: Any,
 ) -> Given:
-    """Read file and flags."""
-    settings = load_config(config, overrides(values, engine or ()))
-    return Given(where="no file" if config is None else str(config), settings=settings)
+    """Take what is given, unread: whatever is wrong with the verb's own options comes first."""
+    return Given(config=config, flags=overrides(values, engine or ()))
 
 
 def _option(flag: Flag) -> inspect.Parameter:
@@ -118,7 +122,7 @@ def router(
         raise UsageError("--json: it goes with --check")
     if admin_key and new_key is None:
         raise UsageError("--admin-key: it goes with --new-key TENANT")
-    settings = given.settings
+    settings = given.read()
     if new_key is not None:
         if not settings.keys_file:
             raise ConfigError("keys_file", "not set; name the file that keeps the digests")
@@ -169,7 +173,7 @@ def router(
             if settings.kubernetes_selector:
                 fleet = f"engines that Kubernetes names ({settings.kubernetes_selector})"
             where = f"{scheme}://{settings.host}:{settings.port}"
-            write(f"{given.where}: {fleet}, {where}{secret}, {who}")
+            write(f"{given.config or 'no file'}: {fleet}, {where}{secret}, {who}")
             write("limits: " + ", ".join(f"{name} {getattr(settings, name):,}" for name in _LIMITS))
         for sentence in warnings:
             progress(sentence)

@@ -87,7 +87,11 @@ def test_engines_of_flags_replace_those_of_the_file(tmp_path: Path, listed: str)
         ({"more_paths": "/v1/{x}"}, "more_paths", "parted by spaces"),
         ({"more_paths": "/v1/../collective_rpc"}, "more_paths", "expected paths"),
         ({"engines": [{**ONE, "url": "http://h :1"}]}, "engines[0].url", "http://host:port"),
-        ({"engines": [ONE, {**ONE, "name": "b", "url": "HTTP://127.0.0.1:8100/"}]}, "engines.url", "twice"),
+        (
+            {"engines": [ONE, {**ONE, "name": "b", "url": "HTTP://127.0.0.1:8100/"}]},
+            "engines.url",
+            "twice",
+        ),
         ({"session_header": "X Thread"}, "session_header", "'X Thread'.*name of a header"),
         ({"engines": []}, "engines", "at least one"),
         ({"engines": "x"}, "engines", "at least one"),
