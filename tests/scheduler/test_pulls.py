@@ -137,8 +137,8 @@ def test_of_several_sources_the_one_that_has_most_is_pulled_from(made: World) ->
     talk.call(decode, 60, max_tokens=8)
     also = ("stranger", "decode-1")
     record = prefill.record(talk.call(prefill, 10, source="decode-0", also=also))
-    assert record.returned > 0
-    assert (record.lost, record.reason) == (0, Reason.OK)
+    assert record.returned >= 60 // BLOCK * BLOCK
+    assert record.lost == 0
     prefill.call("x", tokens(70, start=9), session="x", source="decode-0", also=also)
     assert prefill.record("x").returned == 0
     prefill.call("y", tokens(70, start=99), session="y", source="a", also=("b",))
