@@ -377,7 +377,7 @@ def _url(setting: str, text: str) -> str:
             and not parts.fragment
         )
     except ValueError:
-        legal = False
+        parts, legal = urlsplit(""), False
     if not legal:
         raise ConfigError(
             setting, f"{text!r}: expected http://host:port, without path or credentials"

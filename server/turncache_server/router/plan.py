@@ -174,10 +174,7 @@ def make_plan(request: CallRequest, hints: PlanHints, snapshot: Snapshot) -> Cal
     prefill = _candidates(request, hints, snapshot, Side.PREFILL)
     # One that does not pull decides for all: which of them will answer is not known yet.
     stock = not all(engine.pulls for engine in (*prefill, *decode))
-    if stock:
-        reason, sources = Reason.DISABLED, ()
-    else:
-        reason, sources = _sources(request, hints, snapshot)
+    reason, sources = _sources(request, hints, snapshot, stock=stock)
     return CallPlan(
         label=Plan.RETURN if sources else Plan.COLD,
         reason=reason,
@@ -306,10 +303,10 @@ def _ranked(root: str, engines: Iterable[EngineView]) -> tuple[EngineView, ...]:
 
 
 def _sources(
-    request: CallRequest, hints: PlanHints, snapshot: Snapshot
+    request: CallRequest, hints: PlanHints, snapshot: Snapshot, *, stock: bool
 ) -> tuple[Reason, tuple[str, ...]]:
     """Choose the decode engines to pull from: (reason, engine ids, the likeliest first)."""
-    if not snapshot.return_enabled:
+    if stock or not snapshot.return_enabled:
         return Reason.DISABLED, ()
     if hints.served_by is None and not request.has_answers:
         return Reason.NEW_SESSION, ()
