@@ -16,7 +16,7 @@ import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,8 @@ class Script:
         events: raw stream to send instead of the generated one.
         split: size of the pieces that the stream is sent in, 0 for one event each.
         until: nothing is sent before this is set.
-        pause_after: number of events after which ``resume`` is awaited.
+        pause_after: number of events after which ``resume`` is awaited; any number stands for
+            all of an answer that is not streamed, whose prompt is taken before.
         resume: see ``pause_after``.
         close_early: end the stream in order after this many events.
         kv_transfer_params: put into the answer, as an engine with a connector does.
@@ -105,11 +106,16 @@ class Seen:
 
 
 class FakeKv:
-    """Blocks by the hash of everything up to them."""
+    """Blocks by the hash of everything up to them.
+
+    Attributes:
+        max_blocks: those written longest ago are evicted beyond it; None for any number.
+    """
 
     def __init__(self) -> None:
-        self.blocks: set[bytes] = set()
+        self.blocks: dict[bytes, None] = {}
         self.ever: set[bytes] = set()
+        self.max_blocks: int | None = None
 
     def prefix_tokens(self, chain: Sequence[bytes]) -> int:
         """Return how many tokens of a chain are held, from the first."""
@@ -122,8 +128,13 @@ class FakeKv:
 
     def write(self, chain: Sequence[bytes]) -> None:
         """Hold a chain."""
-        self.blocks.update(chain)
+        for block in chain:
+            self.blocks.pop(block, None)
+            self.blocks[block] = None
         self.ever.update(chain)
+        if self.max_blocks is not None:
+            for block in list(self.blocks)[: max(0, len(self.blocks) - self.max_blocks)]:
+                del self.blocks[block]
 
     def flush(self) -> None:
         """Lose everything, as a pool does under pressure."""
@@ -178,13 +189,15 @@ class FakeEngine:
         num_active: chat completions being served.
         num_cancelled: chat completions whose client left.
         replies: outcomes by ``tc_request``, as the control socket tells them.
+        asked: the calls that it was asked about.
         signals: what the control socket was told of sessions.
         mode: of the extension; in any but ``on`` it pulls nothing.
         draining: what it was told, and tells routers.
         kept: by session that it keeps the blocks of its history: all that it has answered
             and that were not ended.
         num_starts: how often it was started: another process each time, for routers.
-        num_blocks: of its pool, as it tells others; it never lacks any.
+        num_blocks: of its pool, as it tells others; ``kv.max_blocks`` is what it really has.
+        turns: calls that are generated at once; the others wait, as ``max_num_seqs`` lets them.
     """
 
     def __init__(
@@ -213,12 +226,14 @@ class FakeEngine:
         self.num_cancelled = 0
         self.num_model_questions = 0
         self.replies: dict[str, CallReply] = {}
+        self.asked: list[str] = []
         self.signals: list[Signal] = []
         self.mode = "on"
         self.draining = False
         self.kept: dict[str, list[bytes]] = {}
         self.num_starts = 0
         self.num_blocks = 0
+        self.turns: AbstractAsyncContextManager[Any] = nullcontext()
         self.port = 0
         self._with_control = control
         self._control: ControlServer | None = None
@@ -293,6 +308,7 @@ class FakeEngine:
                     num_blocks=self.num_blocks,
                 )
             case Call():
+                self.asked.append(request.request)
                 return self.replies.get(request.request, CallReply(found=False))
             case SetMode():
                 self.mode = request.mode or self.mode
@@ -395,10 +411,18 @@ class FakeEngine:
                 content_type="application/json",
                 headers=dict(script.headers),
             )
-        asked = engine_apis.as_chat(seen.path, body)
-        answer = self._generate(seen, asked)
+        async with self.turns:
+            return await self._answered(request, seen, script)
+
+    async def _answered(
+        self, request: web.Request, seen: Seen, script: Script
+    ) -> web.StreamResponse:
+        body = seen.body
+        answer = self._generate(seen, engine_apis.as_chat(seen.path, body))
         if body.get("stream"):
             return await self._stream(request, answer, script)
+        if script.pause_after is not None:
+            await script.resume.wait()
         params = script.kv_transfer_params or self._held(seen)
         if seen.path != engine_apis.CHAT:
             return web.json_response(engine_apis.whole(seen.path, answer, params))

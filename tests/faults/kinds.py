@@ -434,6 +434,11 @@ PROXY: Final = (
 #: Retention, pressure and isolation, as far as a router takes part.
 PRESSURE: Final = (
     Kind(
+        "a_burst_on_decode_evicts_no_prompt_that_it_has_not_read",
+        _PRESSURE,
+        ("vllm-project/vllm#21570", "vllm-project/vllm#25897"),
+    ),
+    Kind(
         "retention_binds_no_session_to_an_overloaded_engine",
         _PRESSURE,
         ("sgl-project/sglang#21045",),

@@ -36,7 +36,7 @@ def test_no_kind_is_lost() -> None:
     assert len(BENCHMARKS) >= 11
     assert len(TRANSFER) >= 23
     assert len(PROXY) >= 17
-    assert len(PRESSURE) >= 6
+    assert len(PRESSURE) >= 7
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.startswith("faults/")])

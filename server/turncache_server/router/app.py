@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import gc
 import logging
 import os
@@ -53,13 +54,17 @@ from turncache_server.router.limits import (
 from turncache_server.router.logs import Log
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.next_prompts import NextPrompts
+from turncache_server.router.outcomes import AsksControl
+from turncache_server.router.plan import Side
 from turncache_server.router.pool import Pool
+from turncache_server.router.pressure import BackPressure, asks_decode
 from turncache_server.router.records import CallRecords
 from turncache_server.router.services import Services, Switches
 from turncache_server.router.sessions import SessionTable
 from turncache_server.router.shared import shared_waits, waits_shared
 from turncache_server.router.tls import ServerCertificate
 from turncache_server.router.traces import Traces, otlp_traces
+from turncache_server.router.untaken import Prompts
 from turncache_server.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -148,6 +153,8 @@ async def serving(
     gate = _gate(config, pool, events, clock)
     if gate is not None:
         metrics.watch(gate.state)
+    background = Background()
+    pressure = _pressure(config, pool, control, events=events, background=background, clock=clock)
     services = Services(
         config=config,
         switches=Switches(return_enabled=config.return_enabled),
@@ -160,15 +167,18 @@ async def serving(
         next_prompts=NextPrompts(config.max_ahead_bytes),
         records=CallRecords(config.max_calls),
         events=events,
-        background=Background(),
+        background=background,
         clock=clock,
         new_id=new_id,
         engine_key=own_key,
         keys=KeyFile(Path(config.keys_file), clock) if config.keys_file else None,
         in_flight=InFlight(config.max_tenant_calls, config.retry_after_s),
         gate=gate,
+        pressure=pressure,
         traces=traces,
     )
+    if pressure is not None:
+        metrics.watch_prompts(functools.partial(_prompts, pressure, services))
     edge = _Edge(services)
     runner = BoundedRunner(
         _application(services, metrics, edge),
@@ -233,6 +243,39 @@ def _gate(
         max_waiting=config.admission_max_waiting,
     )
     return Gate(core, fits=fits, clock=clock, events=events, retry_after_s=config.retry_after_s)
+
+
+def _pressure(
+    config: RouterConfig,
+    pool: Pool,
+    control: AsksControl,
+    *,
+    events: Events,
+    background: Background,
+    clock: Callable[[], float],
+) -> BackPressure | None:
+    """Make what holds prompts back while decode is behind, None when nothing does."""
+    if not config.handover_share:
+        return None
+
+    def limit(engine: str) -> int | None:
+        tokens = pool.prefill_tokens(engine)
+        return None if tokens is None else int(config.handover_share * tokens)
+
+    return BackPressure(
+        limit=limit,
+        taken=asks_decode(control, pool.control_of, config.control_timeout_s),
+        wait_s=config.handover_wait_s,
+        clock=clock,
+        events=events,
+        background=background,
+    )
+
+
+def _prompts(pressure: BackPressure, services: Services) -> dict[str, Prompts]:
+    """Return what is on its way from each prefill engine."""
+    engines = services.snapshot().of_side(Side.PREFILL)
+    return {engine.name: pressure.state(engine.name) for engine in engines}
 
 
 def run(config: RouterConfig, *, ready: Callable[[str], None] | None = None) -> None:

@@ -184,7 +184,8 @@ class PlannedCall:
         self._answered_by = opened.engine
         headers = opened.leg.headers(ANSWER_HEADERS) | await self._outcome_header()
         self._record.ttft_s = self._since_start()
-        self._overhead_s = self._record.ttft_s - self._opening.engine_s - self._call.queued_s
+        waited_s = self._call.queued_s + self._opening.held_back_s
+        self._overhead_s = self._record.ttft_s - self._opening.engine_s - waited_s
         collector = self._call.api.collector(self._call.asked.num_choices, self._call.tags.final)
         relay = Relay(
             answer=self._answer,
@@ -390,7 +391,10 @@ class PlannedCall:
 
     def _end(self, code: int, problem: str | None) -> None:
         record, ending = self._record, self._record.ending
+        if self._services.pressure is not None:
+            self._services.pressure.over(self._call.request)
         record.prefill_s = self._opening.prefill_s
+        record.held_back_s = self._opening.held_back_s
         record.total_s = self._since_start()
         record.state = {None: "done", "client_gone": "cancelled"}.get(problem, "failed")
         if self._question is not None:
@@ -418,6 +422,7 @@ class PlannedCall:
                 finish_reason=None if ending is None else ending.finish_reason,
                 prompt_tokens=None if usage is None else usage.prompt_tokens,
                 answer_tokens=None if usage is None else usage.completion_tokens,
+                held_back_s=record.held_back_s,
             )
         )
         if self._services.gate is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,8 @@ _OF_PAIRS: Final = (
     "max_new_tokens_on_decode",
     "serve_on_prefill",
     "prefill_timeout_s",
+    "handover_share",
+    "handover_wait_s",
 )
 
 
@@ -47,9 +50,10 @@ def without_effect(config: RouterConfig) -> list[str]:
     """Return a sentence for each setting that does nothing in front of these engines."""
     if {engine.side for engine in config.engines} != {Side.SINGLE}:
         return []
+    defaults = {item.name: item.default for item in dataclasses.fields(config)}
     return [
         f"{name} = {str(value).lower()} has no effect: all engines are single, and it is about "
         "prefill and decode"
         for name in _OF_PAIRS
-        if (value := getattr(config, name))
+        if (value := getattr(config, name)) != defaults[name]
     ]

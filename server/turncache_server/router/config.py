@@ -86,6 +86,8 @@ class RouterConfig:
     decode_alone_tokens: int = _number(0, 0)
     max_new_tokens_on_decode: int = _number(0, 0)
     serve_on_prefill: bool = False
+    handover_share: float = _number(0.8, 0, 100)
+    handover_wait_s: float = _number(30.0, 0, 3600)
     admission: bool = False
     admission_tokens: int = _number(0, 0)
     admission_share: float = _number(0.9, 0.01, 100)

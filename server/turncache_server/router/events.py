@@ -81,6 +81,24 @@ class CallStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptHeldBack:
+    """A prompt had to wait because decode was behind, and waits no longer.
+
+    Attributes:
+        engine: name of the prefill engine that it was for.
+        result: ``in_turn``: there was room; ``late``: it was the longest wait that is allowed;
+            ``crowded``: it had waited longest of more than may; ``left``: nobody waits for it any
+            more.
+        waited_s: seconds that it waited.
+    """
+
+    request: str
+    engine: str
+    result: str
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LegStarted:
     """A call's next leg begins; the one before it is over.
 
@@ -109,13 +127,14 @@ class CallEnded:
         ttft_s: seconds to the engine's first byte, None when there was none.
         total_s: seconds until the last byte.
         overhead_s: part of ``ttft_s`` that no engine was working, None without a first byte;
-            without ``queued_s``.
+            without ``queued_s`` and ``held_back_s``.
         queued_s: part of ``ttft_s`` that the call waited to be let in.
         tenant: what engines know its tenant by, None without keys.
         engines: names of those that have served it, in the order of its legs.
         finish_reason: in the words of its API.
         prompt_tokens: as the engine that answered counts them, None when it has not said.
         answer_tokens: likewise.
+        held_back_s: part of ``ttft_s`` that its prompt waited because decode was behind.
     """
 
     request: str
@@ -137,6 +156,7 @@ class CallEnded:
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     answer_tokens: int | None = None
+    held_back_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +352,7 @@ Event = (
     | PassedOn
     | CallAdmitted
     | CallStarted
+    | PromptHeldBack
     | LegStarted
     | CallEnded
     | CallSettled

@@ -80,6 +80,7 @@ def _log_call(event: CallEnded, outcome: Outcome | None) -> None:
         "problem": event.problem,
         "boundary": None if event.boundary is None else event.boundary.value,
         "queued": f"{event.queued_s:.3f}" if event.queued_s else None,
+        "held_back": f"{event.held_back_s:.3f}" if event.held_back_s else None,
         "ttft": None if event.ttft_s is None else f"{event.ttft_s:.3f}",
         "total": f"{event.total_s:.3f}",
         "answer": event.answer_tokens,

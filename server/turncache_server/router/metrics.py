@@ -6,7 +6,7 @@ configuration. A session id is never a label.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -27,11 +27,13 @@ from turncache_server.router.events import (
     OutcomeKnown,
     OutcomeMissing,
     PassedOn,
+    PromptHeldBack,
     SignalSent,
     WaitEnded,
     WaitsExchanged,
     WarmedAhead,
 )
+from turncache_server.router.untaken import Prompts
 
 #: Content type of :meth:`Metrics.render`.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -218,6 +220,27 @@ class Metrics:
             ("what",),
             registry=registry,
         )
+        self._held_back = Histogram(
+            "turncache_router_handover_queue_seconds",
+            "Seconds that prompts waited because decode was behind, of those that had to wait.",
+            ("result",),
+            buckets=_QUEUE_S,
+            registry=registry,
+        )
+        self._prompts_waiting = Gauge(
+            "turncache_router_handover_waiting",
+            "Prompts that wait because decode is behind.",
+            ("engine",),
+            registry=registry,
+        )
+        self._prompt_tokens = Gauge(
+            "turncache_router_handover_tokens",
+            "Tokens of prompts that prefill was asked for and decode has not taken, and how many "
+            "there may be (-1: unknown).",
+            ("engine", "what"),
+            registry=registry,
+        )
+        self._prompts: Callable[[], Mapping[str, Prompts]] = dict
         sessions = Gauge(
             "turncache_router_sessions", "Sessions in the router's table.", registry=registry
         )
@@ -228,6 +251,8 @@ class Metrics:
         match event:
             case CallRefused() | PassedOn() | CallAdmitted():
                 self._without_a_plan(event)
+            case PromptHeldBack():
+                self._held_back.labels(event.result).observe(event.waited_s)
             case CallStarted():
                 self._active.inc()
             case CallEnded():
@@ -290,8 +315,20 @@ class Metrics:
         self._set_tokens.labels("expected").set_function(lambda: state().tokens)
         self._set_tokens.labels("fits").set_function(fits)
 
+    def watch_prompts(self, states: Callable[[], Mapping[str, Prompts]]) -> None:
+        """Show the prompts on their way from each prefill engine, when metrics are read."""
+        self._prompts = states
+
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
+        # Engines come and go: those that are gone are not shown any more.
+        self._prompts_waiting.clear()
+        self._prompt_tokens.clear()
+        for engine, state in self._prompts().items():
+            self._prompts_waiting.labels(engine).set(state.waiting)
+            self._prompt_tokens.labels(engine, "untaken").set(state.tokens)
+            limit = -1 if state.limit is None else state.limit
+            self._prompt_tokens.labels(engine, "limit").set(limit)
         return generate_latest(self._registry)
 
     def _ended(self, event: CallEnded) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from turncache.protocol import CallTags, Cause, EngineHints
+from turncache_server.router.alone import BYTES_OF_TEXT_PER_TOKEN
 from turncache_server.router.apis.api import Api, CallRequest
 from turncache_server.router.body import Body
 from turncache_server.router.errors import EngineRefused, LegFailed
@@ -108,6 +109,7 @@ class Opening:
 
     Attributes:
         engine_s: seconds in which an engine was working on the call.
+        held_back_s: seconds that its prompt waited because decode was behind.
         prefill_s: seconds of the prefill leg, None without one.
     """
 
@@ -126,6 +128,7 @@ class Opening:
         self._held: bytes | None = None
         self._ready: tuple[str, bytes] | None = None
         self.engine_s = 0.0
+        self.held_back_s = 0.0
         self.prefill_s: float | None = None
 
     async def run(self) -> Opened:
@@ -156,6 +159,8 @@ class Opening:
         left = list(engines[: self._services.config.max_attempts])
         while True:
             engine = left.pop(0)
+            if kind == "prefill" and (waits := self._held_back(engine)) is not None:
+                await self._wait(waits)
             self._services.events.emit(
                 LegStarted(
                     request=self._call.request,
@@ -199,14 +204,32 @@ class Opening:
             answer = await leg.rest(first, self._services.config.max_answer_bytes)
         collector = call.api.collector(1, False)
         collector.add(answer)
-        if (problem := collector.ending().problem) is not None:
-            raise LegFailed(
-                engine.name, "bad_answer", f"failed to prefill: {problem}", consumed=True
-            )
+        ending = collector.ending()
+        if ending.problem is not None:
+            problem = f"failed to prefill: {ending.problem}"
+            raise LegFailed(engine.name, "bad_answer", problem, consumed=True)
+        if self._services.pressure is not None and ending.usage is not None:
+            self._services.pressure.sized(call.request, ending.usage.prompt_tokens)
         if self._plan.stock:
             self._held = transfer_params(answer)
         self.prefill_s = self._services.clock() - began_s
         return engine
+
+    async def _wait(self, waits: asyncio.Future[None]) -> None:
+        since_s = self._services.clock()
+        try:
+            await waits
+        finally:
+            self.held_back_s += self._services.clock() - since_s
+
+    def _held_back(self, engine: EngineView) -> asyncio.Future[None] | None:
+        """Ask whether the prompt may go to a prefill engine: what to await, None when at once."""
+        pressure = self._services.pressure
+        # Stock holds back by itself: a prompt's blocks are not free until decode has read them.
+        if pressure is None or self._plan.stock:
+            return None
+        tokens = len(self._call.body.text) // BYTES_OF_TEXT_PER_TOKEN
+        return pressure.ask(engine.name, self._call.request, tokens)
 
     async def _serve(self, engine: EngineView, kind: str, source: str | None) -> Opened:
         """Run the serving leg up to the first byte of its answer."""
@@ -215,6 +238,8 @@ class Opening:
             body = ready[1]
         else:
             body = self._serving_body(kind, source)
+        if source is not None:
+            self._handed_to(engine)
         leg = await self._post(engine, kind[0], body)
         try:
             first = await self._checked(engine, leg)
@@ -224,7 +249,22 @@ class Opening:
         except BaseException:
             leg.close()
             raise
+        if source is not None:
+            self._begun()
         return Opened(engine=engine, leg=leg, first=first)
+
+    def _handed_to(self, engine: EngineView) -> None:
+        """Say whom to ask whether the prompt was taken, where the first byte comes too late."""
+        call, pressure = self._call, self._services.pressure
+        # A whole answer's comes when all of it has been generated.
+        if pressure is not None and not (call.asked.stream and call.api.opens_with_token):
+            pressure.sent_on(call.request, engine.name)
+
+    def _begun(self) -> None:
+        """Make room: decode has generated something. Of a response the first event says nothing."""
+        call, pressure = self._call, self._services.pressure
+        if pressure is not None and (call.api.opens_with_token or not call.asked.stream):
+            pressure.over(call.request)
 
     def _get_ready(self, source: str) -> None:
         """Make the body of the decode leg, while prefill works."""

@@ -244,6 +244,14 @@ class Pool:
         ]
         return sum(found) if found else None
 
+    def prefill_tokens(self, name: str) -> int | None:
+        """Return how many tokens the pool of a prefill engine holds, None when nobody knows.
+
+        Nor does anybody of one that is not live. Asked for with ``handover_share`` only.
+        """
+        engine = self._engines.get(name)
+        return None if engine is None or not self._live(engine) else engine.kept_tokens
+
     async def refresh_models(self) -> None:
         """Ask the live engines for their models again, at most once a second."""
         async with self._refresh:
@@ -327,7 +335,9 @@ class Pool:
         before = engine.start_id
         if status == HTTPStatus.OK:
             await self._ask_mode(engine)
-            if self._config.admission:
+            if self._config.admission or (
+                self._config.handover_share and engine.config.side is Side.PREFILL
+            ):
                 await self._ask_size(engine)
         # A process may die and come back between two checks.
         restarted = before not in ("", engine.start_id)

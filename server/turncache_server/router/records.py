@@ -33,6 +33,7 @@ class CallRecord:
     outcome: Outcome | None = None
     ending: Ending | None = None
     queued_s: float = 0.0
+    held_back_s: float = 0.0
     prefill_s: float | None = None
     ttft_s: float | None = None
     total_s: float | None = None
@@ -58,6 +59,7 @@ class CallRecord:
             },
             "timings": {
                 "queued_s": self.queued_s,
+                "held_back_s": self.held_back_s,
                 "prefill_s": self.prefill_s,
                 "ttft_s": self.ttft_s,
                 "total_s": self.total_s,

@@ -17,6 +17,7 @@ from turncache_server.router.next_prompts import NextPrompts
 from turncache_server.router.outcomes import AsksControl
 from turncache_server.router.plan import Snapshot
 from turncache_server.router.pool import Pool
+from turncache_server.router.pressure import BackPressure
 from turncache_server.router.records import CallRecords
 from turncache_server.router.sessions import SessionTable
 from turncache_server.router.traces import Traces
@@ -46,6 +47,7 @@ class Services:
         engine_key: the router's own key for engines, None to pass the client's on.
         in_flight: calls of each tenant at present.
         gate: where new sessions wait for room, None when they never do.
+        pressure: where prompts wait while decode is behind, None when they never do.
         keys: of the router's clients, None to serve everybody.
         traces: spans of the calls, None where nobody asked for them.
     """
@@ -67,6 +69,7 @@ class Services:
     engine_key: str | None
     in_flight: InFlight
     gate: Gate | None = None
+    pressure: BackPressure | None = None
     keys: KeyFile | None = None
     traces: Traces | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,36 @@ async def test_retention_binds_no_session_to_an_overloaded_engine() -> None:
         assert prefill.seen[-1].xargs["tc_source"] == other.name
         assert outcome_of(back).returned > 0
         assert len(first.seen) == 3
+
+
+@pytest.mark.parametrize("share", [0.8, 0.0], ids=["bounded", "not bounded"])
+async def test_a_burst_on_decode_evicts_no_prompt_that_it_has_not_read(share: float) -> None:
+    """Prefill is held back while decode is full; without that, decode computes prompts itself."""
+    num_calls, num_blocks = 12, 40
+    async with fake_pair() as ([prefill], [decode]):
+        prefill.num_blocks = prefill.kv.max_blocks = num_blocks
+        decode.turns = turns = asyncio.Semaphore(1)
+        async with bench(prefill, decode, handover_share=share) as running:
+
+            async def call(number: int) -> int:
+                """Make a call like no other; return its status."""
+                said = f"{number:03}. Where does Laura live, and with whom? "
+                messages = [{"role": "user", "content": 2 * said}]
+                return (await running.chat(session=f"s{number}", messages=messages)).status_code
+
+            await turns.acquire()
+            calls = [asyncio.create_task(call(number)) for number in range(num_calls)]
+            sample = 'turncache_router_handover_waiting{engine="prefill-0"}'
+
+            async def all_there() -> bool:
+                return len(decode.seen) + await running.metric(sample) == num_calls
+
+            await running.eventually(all_there, bool)
+            turns.release()
+            assert await asyncio.gather(*calls) == [200] * num_calls
+        found = [reply.returned for reply in decode.replies.values()]
+        assert len(found) == num_calls
+        assert (min(found) > 0) is bool(share)
 
 
 async def test_an_engine_that_lost_everything_costs_a_recompute() -> None:
