@@ -55,6 +55,7 @@ from turncache_server.router.metrics import Metrics
 from turncache_server.router.next_prompts import NextPrompts
 from turncache_server.router.pool import Pool
 from turncache_server.router.records import CallRecords
+from turncache_server.router.repeating import Repeats
 from turncache_server.router.services import Services, Switches
 from turncache_server.router.sessions import SessionTable
 from turncache_server.router.shared import shared_waits, waits_shared
@@ -148,9 +149,10 @@ async def serving(
     gate = _gate(config, pool, events, clock)
     if gate is not None:
         metrics.watch(gate.state)
+    switches, background = Switches(return_enabled=config.return_enabled), Background()
     services = Services(
         config=config,
-        switches=Switches(return_enabled=config.return_enabled),
+        switches=switches,
         pool=pool,
         upstream=upstream,
         control=control,
@@ -160,12 +162,19 @@ async def serving(
         next_prompts=NextPrompts(config.max_ahead_bytes),
         records=CallRecords(config.max_calls),
         events=events,
-        background=Background(),
+        background=background,
         clock=clock,
         new_id=new_id,
         engine_key=own_key,
         keys=KeyFile(Path(config.keys_file), clock) if config.keys_file else None,
         in_flight=InFlight(config.max_tenant_calls, config.retry_after_s),
+        repeats=Repeats(
+            config,
+            control,
+            events=events,
+            background=background,
+            snapshot=lambda: pool.snapshot(return_enabled=switches.return_enabled),
+        ),
         gate=gate,
         traces=traces,
     )

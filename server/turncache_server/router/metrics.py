@@ -27,6 +27,7 @@ from turncache_server.router.events import (
     OutcomeKnown,
     OutcomeMissing,
     PassedOn,
+    PrefillRepeated,
     SignalSent,
     WaitEnded,
     WaitsExchanged,
@@ -146,6 +147,12 @@ class Metrics:
             ("side", "kind", "retried"),
             registry=registry,
         )
+        self._repeats = Counter(
+            "turncache_router_repeated_prefills_total",
+            "Prefill legs of prompts that were lost before decode had them, by how they ended.",
+            ("result",),
+            registry=registry,
+        )
         self._active = Gauge(
             "turncache_router_active_calls", "Calls being served.", registry=registry
         )
@@ -247,6 +254,8 @@ class Metrics:
             case LegFailure():
                 retried = "yes" if event.retried else "no"
                 self._leg_failures.labels(event.side, event.kind, retried).inc()
+            case PrefillRepeated():
+                self._repeats.labels(event.result).inc()
             case WaitsExchanged():
                 self._exchanged(event)
             case _:

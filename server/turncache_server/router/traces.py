@@ -197,6 +197,7 @@ class Traces:
                 "gen_ai.response.finish_reasons": None
                 if event.finish_reason is None
                 else (event.finish_reason,),
+                "turncache.repeats": event.repeats or None,
             },
         )
         _fail(opened.call, event.problem)

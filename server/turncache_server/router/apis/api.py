@@ -142,6 +142,8 @@ class Api:
         next_messages: writes the messages of the next prompt, from the body and an answer that asks
             for tools, as JSON text; None where no prompt is sent ahead.
         takes_session: vLLM's schema has ``session_id``.
+        opens_with_token: the first event of a stream comes with the first token; else one comes
+            as soon as the request has been read.
         errors: the shape of its errors.
     """
 
@@ -154,6 +156,7 @@ class Api:
     history: Callable[[str, Body], History | None] = lambda _scope, _body: None
     next_messages: Callable[[Body, Said], str] | None = None
     takes_session: bool = True
+    opens_with_token: bool = True
     errors: ErrorForm = OPENAI_ERRORS
 
 

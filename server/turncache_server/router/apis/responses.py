@@ -254,5 +254,6 @@ RESPONSES: Final = Api(
         }
     ),
     history=response_history,
+    opens_with_token=False,
     errors=_ResponsesErrors(),
 )
