@@ -889,6 +889,11 @@ class Engine:
         return self.connector.connector_scheduler._pulls
 
     @property
+    def lacking(self) -> Any:
+        """The calls that wait for their prompt to be prefilled again."""
+        return self.pulls._lacking
+
+    @property
     def source(self) -> Source:
         """Answers peeks and verifies."""
         source = self.extension.source
@@ -1280,6 +1285,7 @@ class Engine:
         if pair is not None:
             assert len(pair._pulls) == 0
             assert not pair._pulls.holding
+            assert len(pair._pulls._lacking) == 0
             assert not pair._abandoned
             assert not pair._pulls.take_reads()
             assert not pair._pulls.take_failures()

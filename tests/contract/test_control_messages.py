@@ -184,6 +184,15 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
         m.StatsReply(counters={"calls": 1.0}, gauges={"blocks": 2.0}),
         {"type": "stats_reply", "counters": {"calls": 1.0}, "gauges": {"blocks": 2.0}},
     ),
+    (m.Lacking(), {"type": "lacking"}),
+    (
+        m.Repeated(request="r", source="prefill-0"),
+        {"type": "repeated", "request": "r", "source": "prefill-0"},
+    ),
+    (
+        m.LackingReply(requests=["r"]),
+        {"type": "lacking_reply", "requests": ["r"]},
+    ),
     (
         m.Refusal(code="version", why="w"),
         {"type": "refusal", "code": "version", "why": "w"},

@@ -32,10 +32,13 @@ HINTS = st.builds(
     final=st.booleans(),
     compaction=st.booleans(),
     also=st.lists(IDS, max_size=2).map(tuple),
+    repeat_s=st.none() | SECONDS,
+    repeat_above=st.integers(0, 1 << 20),
 )
 NAMES = [
     "v", "session", "parent", "tenant", "retain_s", "expect_s", "priority", "source",
-    "handover", "call", "request", "final", "compaction", "also", "unknown",
+    "handover", "call", "request", "final", "compaction", "also", "repeat_s", "repeat_above",
+    "unknown",
 ]  # fmt: skip
 ANYTHING = st.one_of(
     st.none(),
@@ -75,6 +78,23 @@ def test_golden_hints() -> None:
         "tc_call": "prefill",
         "tc_request": "r-1",
         "tc_handover": 1,
+    }
+    decode = EngineHints(
+        session="t1:s",
+        source="prefill-0",
+        call="decode",
+        request="r-1",
+        repeat_s=30.0,
+        repeat_above=512,
+    )
+    assert decode.to_xargs() == {
+        "tc_v": 1,
+        "tc_session": "t1:s",
+        "tc_source": "prefill-0",
+        "tc_call": "decode",
+        "tc_request": "r-1",
+        "tc_repeat_s": 30.0,
+        "tc_repeat_above": 512,
     }
 
 

@@ -30,8 +30,11 @@ from turncache_server.control.messages import (
     CallReply,
     Hello,
     HelloReply,
+    Lacking,
+    LackingReply,
     ModeReply,
     Refusal,
+    Repeated,
     Reply,
     Request,
     SessionRow,
@@ -198,6 +201,10 @@ class FakeEngine:
         num_starts: how often it was started: another process each time, for routers.
         num_blocks: of its pool, as it tells others; ``kv.max_blocks`` is what it really has.
         turns: calls that are generated at once; the others wait, as ``max_num_seqs`` lets them.
+        loses: so many prompts are lost as soon as they have been computed.
+        lacking: by call that waits for its prompt to be prefilled again, what it waits for:
+            the engine that has done so.
+        updated: it knows of repeats; one of a version before does not.
     """
 
     def __init__(
@@ -234,6 +241,10 @@ class FakeEngine:
         self.num_starts = 0
         self.num_blocks = 0
         self.turns: AbstractAsyncContextManager[Any] = nullcontext()
+        self.loses = 0
+        self.lacking: dict[str, asyncio.Future[str]] = {}
+        self.updated = True
+        self.num_lacking_questions = 0
         self.port = 0
         self._with_control = control
         self._control: ControlServer | None = None
@@ -324,7 +335,18 @@ class FakeEngine:
                     self.kept.pop(request.session, None)
                 known = any(seen.xargs.get("tc_session") == request.session for seen in self.seen)
                 return SignalReply(accepted=known)
+            case Lacking() | Repeated() if self.updated:
+                return self._lack(request)
         return Refusal(code="unsupported", why=f"the fake does not know {request!r}")
+
+    def _lack(self, request: Lacking | Repeated) -> LackingReply:
+        if isinstance(request, Repeated):
+            waits = self.lacking.pop(request.request, None)
+            if waits is not None:
+                waits.get_loop().call_soon_threadsafe(_set, waits, request.source)
+        else:
+            self.num_lacking_questions += 1
+        return LackingReply(requests=list(self.lacking))
 
     def _in_force(self) -> ModeReply:
         return ModeReply(
@@ -418,9 +440,16 @@ class FakeEngine:
         self, request: web.Request, seen: Seen, script: Script
     ) -> web.StreamResponse:
         body = seen.body
-        answer = self._generate(seen, engine_apis.as_chat(seen.path, body))
+        asked = engine_apis.as_chat(seen.path, body)
+        opened = None
+        if body.get("stream") and seen.path == engine_apis.RESPONSES:
+            # vLLM's first event of a response does not wait for a token.
+            opened = await _opened(request, script)
+            await opened.write(b": read\n\n")
+        source = await self._pulled_from(seen.xargs, asked)
+        answer = self._generate(seen, asked, source)
         if body.get("stream"):
-            return await self._stream(request, answer, script)
+            return await self._stream(request, answer, script, opened)
         if script.pause_after is not None:
             await script.resume.wait()
         params = script.kv_transfer_params or self._held(seen)
@@ -431,12 +460,13 @@ class FakeEngine:
         return web.json_response(whole)
 
     async def _stream(
-        self, request: web.Request, answer: Answer, script: Script
+        self,
+        request: web.Request,
+        answer: Answer,
+        script: Script,
+        opened: web.StreamResponse | None,
     ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"content-type": "text/event-stream; charset=utf-8", **script.headers}
-        )
-        await response.prepare(request)
+        response = opened or await _opened(request, script)
         # vLLM's headers come at once, its first event with the first token.
         if script.until is not None:
             await script.until.wait()
@@ -480,14 +510,35 @@ class FakeEngine:
             "remote_port": 5600,
         }
 
-    def _generate(self, seen: Seen, body: dict[str, Any]) -> Answer:
+    async def _pulled_from(self, xargs: Mapping[str, Any], body: dict[str, Any]) -> str:
+        """Return whom a call pulls from; one whose source has lost the prompt waits first."""
+        source: str = xargs.get("tc_source", "")
+        wait_s = xargs.get("tc_repeat_s") if self.updated else None
+        chain = chain_of(render(body["messages"], body.get("tools")), body.get("cache_salt") or "")
+        while wait_s and source and chain and not self._in_reach(source, chain):
+            request = xargs["tc_request"]
+            waits = self.lacking[request] = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(wait_s):
+                    source = await waits
+            except TimeoutError:
+                return source
+            finally:
+                self.lacking.pop(request, None)
+        return source
+
+    def _in_reach(self, source: str, chain: Sequence[bytes]) -> bool:
+        engines = [self, *([self.fleet[source]] if source in self.fleet else [])]
+        return any(engine.kv.prefix_tokens(chain) for engine in engines)
+
+    def _generate(self, seen: Seen, body: dict[str, Any], pulled_from: str) -> Answer:
         xargs = seen.xargs
         prompt = render(body["messages"], body.get("tools"))
         salt = body.get("cache_salt") or ""
         chain = chain_of(prompt, salt)
         held = local = self.kv.prefix_tokens(chain)
         stock = (body.get("kv_transfer_params") or {}).get("remote_engine_id")
-        names = [stock or xargs.get("tc_source", ""), *xargs.get("tc_also", "").split()]
+        names = [stock or pulled_from, *xargs.get("tc_also", "").split()]
         if self.mode != "on" and not stock:
             names = []
         for source in filter(None, map(self.fleet.get, names)):
@@ -495,6 +546,9 @@ class FakeEngine:
         total = num_tokens(prompt)
         known = sum(block in self.kv.ever for block in chain) * BLOCK_TOKENS
         self.kv.write(chain)
+        if self.loses:
+            self.loses -= 1
+            self.kv.flush()
         self.replies[xargs.get("tc_request", "")] = CallReply(
             found=True,
             prompt=total,
@@ -636,6 +690,19 @@ def whole_answer(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
 def _digest(session: str) -> str:
     """Return what engines show of a session's name."""
     return hashlib.blake2b(session.encode(), digest_size=6).hexdigest()
+
+
+async def _opened(request: web.Request, script: Script) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={"content-type": "text/event-stream; charset=utf-8", **script.headers}
+    )
+    await response.prepare(request)
+    return response
+
+
+def _set(future: asyncio.Future[str], value: str) -> None:
+    if not future.done():
+        future.set_result(value)
 
 
 def _close_control(control: ControlServer) -> None:

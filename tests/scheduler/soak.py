@@ -3,10 +3,11 @@
 Everything that happens is drawn from one seed: calls of agents whose histories grow, are
 edited and forked, or that repeat a few prompts in a pool that hardly holds one; steps,
 scheduled, executed and processed on their own; prompts that a proxy hands over as stock, in any
-mode; sessions looked for in a directory that is late, silent or wrong; half blocks on the
-wire, late, failed or lingering; answers of the control thread, at any moment of the other
-engine's life, in the middle of a schedule and between two reads of one answer; aborts, resets,
-modes, and time.
+mode; prompts that are lost before they were pulled, and a router that has them computed again,
+refuses, or names a stranger; sessions looked for in a directory that is late, silent or wrong;
+half blocks on the wire, late, failed or lingering; answers of the control thread, at any moment
+of the other engine's life, in the middle of a schedule and between two reads of one answer;
+aborts, resets, modes, and time.
 Wrong KV is noticed where it is used (:mod:`tests.builders`).
 """
 
@@ -58,6 +59,9 @@ class Events:
     torn_reads: int = 0
     inside_schedule: int = 0
     stock_handovers: int = 0
+    waits: int = 0
+    helped: int = 0
+    repeats: int = 0
     finds: int = 0
     found: int = 0
 
@@ -107,6 +111,7 @@ class Soak:
         mutant: switches one rule off in an engine, None for the real ones.
         stock: some prompts are handed over by vLLM's own logic.
         finding: calls that name no source have it looked for.
+        repeating: calls whose prompt is lost may wait for it to be computed again.
     """
 
     def __init__(
@@ -116,10 +121,12 @@ class Soak:
         mutant: Callable[[Engine], None] | None = None,
         stock: bool = False,
         finding: bool = False,
+        repeating: bool = False,
     ) -> None:
         # Of its own, so that a seed means the same with and without.
         self._stock = random.Random(seed) if stock else None
         self._finding = random.Random(seed) if finding else None
+        self._repeating = random.Random(seed) if repeating else None
         self._held: Request | None = None
         self.random = random.Random(seed)
         self.world = World(seed=seed, hold=True)
@@ -243,6 +250,8 @@ class Soak:
                 self.some_handover(self._stock)
             if self._finding is not None and self._finding.random() < 0.15:
                 self.some_find(self._finding)
+            if self._repeating is not None and self._repeating.random() < 0.3:
+                self.some_repeat(self._repeating)
             if number % 50 == 49:
                 self.rare_event()
             for engine in self.engines:
@@ -307,7 +316,42 @@ class Soak:
             handover=not self.tight and self.random.random() < 0.3,
             final=self.random.random() < 0.02,
             retain_s=0.0 if self.tight else self.random.choice([None, 0.0, 5.0]),
+            **self._patience(),
         )
+
+    def _patience(self) -> dict[str, Any]:
+        draw = self._repeating
+        if draw is None or draw.random() < 0.2:
+            return {}
+        return {
+            "repeat_s": draw.choice([0.3, 3.0, 30.0]),
+            "repeat_above": draw.choice([0, 0, 2 * BLOCK]),
+        }
+
+    def some_repeat(self, draw: random.Random) -> None:
+        """A router hears of a call that waits: it has the prompt computed, or says who did."""
+        waiting = [(e, call) for e in self.engines for call in e.lacking.requests()]
+        if not waiting:
+            return
+        engine, call = draw.choice(waiting)
+        other = self.world.engines[NAMES[engine.name == NAMES[0]]]
+        choice = draw.random()
+        if choice < 0.4:
+            # Told before it is through, now and then before it has begun.
+            prompt = list(engine.scheduler.requests[call].prompt_token_ids or ())
+            self.events.calls += 1
+            other.add(
+                f"again-{self.events.calls}",
+                prompt,
+                session=self.agents[0].session,
+                handover=True,
+                retain_s=0.0,
+            )
+        elif choice < 0.95:
+            engine.lacking.repeated(call, other.name)
+        else:
+            engine.lacking.repeated(call, draw.choice(["", "stranger", engine.name]))
+        self.events.repeats += 1
 
     def some_handover(self, draw: random.Random) -> None:
         """A prompt begins to be handed over as stock, or its second leg does.
@@ -469,6 +513,7 @@ class Soak:
                 elif not transfer.released:
                     transfer.advance()
             self._end_searches()
+            self._end_waits()
             for engine in self.engines:
                 if engine.peers is not None:
                     for question in list(engine.peers.questions):
@@ -484,6 +529,8 @@ class Soak:
             self.events.pulls_failed += pair.totals["pulls_failed"]
             self.events.reads_abandoned += pair.totals["reads_abandoned"]
             self.events.found += engine.pulls.finds["found"]
+            self.events.waits += sum(engine.lacking.ends.values())
+            self.events.helped += engine.lacking.ends["again"]
             assert engine.extension.broken is None, engine.extension.broken
             assert engine.extension.ledger.in_order
             engine.assert_no_leak()
@@ -495,6 +542,14 @@ class Soak:
             while directory.open:
                 directory.answer(NAMES)
             self.world.now_s += 0.02
+
+    def _end_waits(self) -> None:
+        """Nobody repeats anything any more; of whom nobody says it, time tells."""
+        for engine in self.engines:
+            for call in engine.lacking.requests()[::2]:
+                engine.lacking.repeated(call, "")
+            if len(engine.lacking):
+                self.world.now_s += 0.1
 
     @property
     def _quiet(self) -> bool:

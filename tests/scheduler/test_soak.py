@@ -30,6 +30,15 @@ def test_a_directory_that_is_late_silent_or_wrong_changes_nothing() -> None:
     assert events.found > 20
 
 
+def test_lost_prompts_that_are_computed_again_change_nothing() -> None:
+    """Whoever the router names is peeked at and verified, and nobody waits for ever."""
+    events = Events()
+    for seed in range(8):
+        events.add(run(seed, repeating=True))
+    assert events.waits > 50
+    assert events.helped > 10
+
+
 @pytest.mark.parametrize(
     ("mutant", "seed"),
     [

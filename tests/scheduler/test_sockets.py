@@ -18,6 +18,9 @@ from turncache_server.control.messages import (
     CallReply,
     Hello,
     HelloReply,
+    Lacking,
+    LackingReply,
+    Repeated,
     Stats,
     StatsReply,
 )
@@ -113,6 +116,29 @@ def test_a_hand_over_is_kept_until_it_was_taken(made: World) -> None:
     assert decode.record("d").returned == 56
     prefill.call("any", tokens(5, start=8))
     assert prefill.extension.gauges()["retained_blocks"] == 0
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_the_router_hears_who_waits_and_says_who_has_computed(
+    made: World, client: ControlClient
+) -> None:
+    """A prompt that is lost before it was pulled, over real sockets; prefill never waits."""
+    prefill, decode = connected(made)
+    prompt = tokens(60)
+    request = decode.add("d", prompt, session="s", source="prefill-0", repeat_s=30.0)
+
+    def waiting(engine: Engine = decode) -> list[str]:
+        return client.ask(address(engine), Lacking(), LackingReply, timeout_s=5).requests
+
+    decode.run(lambda: waiting() == ["d"])
+    assert waiting(prefill) == []
+    prefill.call("p", prompt, session="s", retain_s=0.0, handover=True)
+    said = Repeated(request="d", source="prefill-0")
+    left = client.ask(address(decode), said, LackingReply, timeout_s=5).requests
+    assert left == []
+    decode.run(request.is_finished)
+    assert decode.record("d").returned == 56
     for engine in (prefill, decode):
         engine.assert_no_leak()
 

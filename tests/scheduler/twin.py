@@ -32,10 +32,11 @@ def run(
     *,
     stock: bool = False,
     finding: bool = False,
+    repeating: bool = False,
 ) -> Events:
     """Run one seed to its end; raises AssertionError (WrongKV among them) when it fails."""
     broken = None if mutant is None else MUTANTS[mutant]
-    soak = Soak(seed, mutant=broken, stock=stock, finding=finding)
+    soak = Soak(seed, mutant=broken, stock=stock, finding=finding, repeating=repeating)
     try:
         return soak.run(num_events)
     finally:
@@ -54,8 +55,9 @@ def main() -> int:
     events, steps, seed, failing = Events(), 0, options.first_seed, {}
     while steps < options.steps and not (options.stop and failing):
         try:
-            stock, finding = seed // 2 % 2 == 1, seed // 4 % 2 == 1
-            events.add(run(seed, options.mutant, stock=stock, finding=finding))
+            kinds = {"stock": 2, "finding": 4, "repeating": 8}
+            chosen = {name: seed // period % 2 == 1 for name, period in kinds.items()}
+            events.add(run(seed, options.mutant, **chosen))
         except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
             failing[seed] = f"{type(error).__name__}: {error}"[:200]
             print(f"seed {seed}: {failing[seed]}", flush=True)

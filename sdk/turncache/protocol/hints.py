@@ -47,6 +47,10 @@ class EngineHints:
         compaction: the caller replaced its history: the old chain is superseded.
         stock: ``kv_transfer_params`` are our router's: hand this prompt over as vLLM's own
             NIXL connector does.
+        repeat_s: for so many seconds the call may wait for its prompt to be prefilled again,
+            when ``source`` has lost it; None when nobody would.
+        repeat_above: fewest tokens, less one, that it waits for: up to so many of the prompt
+            are computed at once.
     """
 
     session: str
@@ -63,6 +67,8 @@ class EngineHints:
     compaction: bool = False
     stock: bool = False
     also: tuple[str, ...] = ()
+    repeat_s: float | None = None
+    repeat_above: int = 0
 
     def to_xargs(self) -> dict[str, str | int | float]:
         """Encode as scalars; members at their default are left out."""
@@ -70,7 +76,16 @@ class EngineHints:
             "tc_v": PROTOCOL_VERSION,
             "tc_session": self.session,
         }
-        for name in ("parent", "tenant", "retain_s", "expect_s", "source", "call", "request"):
+        for name in (
+            "parent",
+            "tenant",
+            "retain_s",
+            "expect_s",
+            "source",
+            "call",
+            "request",
+            "repeat_s",
+        ):
             value = getattr(self, name)
             if value is not None:
                 out[XARG_PREFIX + name] = value
@@ -78,6 +93,8 @@ class EngineHints:
             out["tc_also"] = " ".join(self.also)
         if self.priority != DEFAULT_PRIORITY:
             out["tc_priority"] = self.priority
+        if self.repeat_above:
+            out["tc_repeat_above"] = self.repeat_above
         for name in ("handover", "final", "compaction", "stock"):
             if getattr(self, name):
                 out[XARG_PREFIX + name] = 1
@@ -102,6 +119,7 @@ class EngineHints:
         if not trusted or xargs.get("tc_v") not in SPOKEN_VERSIONS:
             return cls(session=session, retain_s=retain_s)
         priority = xargs.get("tc_priority", DEFAULT_PRIORITY)
+        above = xargs.get("tc_repeat_above", 0)
         return cls(
             session=session,
             parent=_legal_or_none(xargs.get("tc_parent")),
@@ -119,6 +137,8 @@ class EngineHints:
             compaction=xargs.get("tc_compaction") == 1,
             stock=xargs.get("tc_stock") == 1,
             also=_ids(xargs.get("tc_also")),
+            repeat_s=_seconds(xargs.get("tc_repeat_s")),
+            repeat_above=above if type(above) is int and above >= 0 else 0,
         )
 
 

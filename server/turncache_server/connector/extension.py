@@ -21,7 +21,7 @@ from turncache.errors import ConfigError
 from turncache.protocol import EngineHints, Mode, Reason
 from turncache_server.connector.config import EngineFacts, Find, Settings
 from turncache_server.connector.foreign import Leg
-from turncache_server.connector.pull import Pull
+from turncache_server.connector.pull_state import Pull
 from turncache_server.connector.recorder import Recorder
 from turncache_server.connector.records import CallBook, CallRecord
 from turncache_server.connector.selftest import surprises

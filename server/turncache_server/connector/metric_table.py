@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from turncache.protocol import Mode, Reason
+from turncache_server.connector.lacking import ENDS
 from turncache_server.control.messages import DROP_CODES, INCOMPATIBLE_CODES
 from turncache_server.retention.ghost_pool import Fate
 
@@ -79,6 +80,14 @@ COUNTER_METRICS: Final = (
         good="failed 0; nothing is normal for a session's first call",
         label="result",
         keys={result: f"finds_{result}" for result in ("found", "nothing", "failed")},
+    ),
+    Metric(
+        name="turncache_repeat_waits",
+        text="Hand-overs lost before they were pulled, that waited for prefill to compute them "
+        "again, by how that ended.",
+        good="0; again: prefill's pool is too small; timeout, refused, full: decode computed",
+        label="result",
+        keys={how: f"repeat_waits_{how}" for how in ENDS},
     ),
     Metric(
         name="turncache_pulled_blocks",

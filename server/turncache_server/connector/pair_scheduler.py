@@ -40,10 +40,12 @@ from turncache_server.connector.costs import PullCosts, prefill_work
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.finding import AllPeers, Directory, Finder
 from turncache_server.connector.fingerprint import engine_fingerprint
+from turncache_server.connector.lacking import LackingCalls, patience_of
 from turncache_server.connector.metrics import Reporter, TurncacheStats
 from turncache_server.connector.observing import Observer
 from turncache_server.connector.peers import Peer, PeerBook, PeerState
-from turncache_server.connector.pull import Pull, PullBook, Read
+from turncache_server.connector.pull import PullBook
+from turncache_server.connector.pull_state import Pull, Read
 from turncache_server.connector.redis_directory import TIMEOUT_S, RedisDirectory
 from turncache_server.connector.service import Service, fleet_keys, open_control
 from turncache_server.connector.versions import settings_for
@@ -175,6 +177,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         if settings.cost_profile is not None:
             self._costs.seed(load_profile(Path(settings.cost_profile)))
         threshold = settings.recompute_threshold
+        lacking = LackingCalls()
         self._pulls = PullBook(
             self._peers,
             block_size=facts.block_size,
@@ -182,8 +185,10 @@ class PairScheduler(NixlPullConnectorScheduler):
             timeout_s=settings.pull_timeout_s,
             costs=self._costs,
             finder=None if self._directory is None else Finder(self._directory, peers),
+            lacking=lacking,
         )
         self.extension.count_also(self._find_counts)
+        self.extension.count_also(lacking.counters)
         # Prefill legs of a router that is not ours: their answers name this engine.
         self._to_name: set[str] = set()
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
@@ -204,6 +209,7 @@ class PairScheduler(NixlPullConnectorScheduler):
             fingerprint=self._fingerprint,
             endpoint=(self.side_channel_host, self.side_channel_port),
             more_stats=self.stats,
+            lacking=lacking,
         )
         self._control = open_control(self.extension, service, keys)
 
@@ -362,9 +368,14 @@ class PairScheduler(NixlPullConnectorScheduler):
         now_s = self._clock()
         if source is None:
             return self._pulls.search(request.request_id, hints.session, hashes, now_s)
-        also = hints.also if leg is None else ()
         return self._pulls.start(
-            request.request_id, hints.session, source, hashes, now_s, also=also
+            request.request_id,
+            hints.session,
+            source,
+            hashes,
+            now_s,
+            also=hints.also if leg is None else (),
+            patience=patience_of(hints, request.num_prompt_tokens),
         )
 
     def _peer_with(self, engine_id: str) -> Peer | None:

@@ -2,8 +2,8 @@
 
 States of one pull, all changed by the engine thread::
 
-    FINDING ──candidates──┐
-       │                  ▼
+    FINDING ──candidates──┐  ┌──lost──► LACKING ──no, or too late──► CLOSED
+       │                  ▼  │◄─again──────┘
        │               PEEKING ──answer──► OFFERED ──blocks allocated──► READING
        │                  │                   │                             │
        │                  │                   │              failed,        ├─all ranks done─►
@@ -12,7 +12,9 @@ States of one pull, all changed by the engine thread::
                                   └─────────────────── yes: handed back, no: FAILING ◄──┘
 
 A call whose hints name its source begins with PEEKING, one whose source has to be found with
-FINDING. Several candidates are peeked at once; the one that holds most is read from.
+FINDING. Several candidates are peeked at once; the one that holds most is read from. A
+hand-over that its source has lost waits, LACKING, where the call's router can repeat the
+prefill leg (:mod:`turncache_server.connector.lacking`).
 
 A request becomes ours in :meth:`PullBook.allocated` with external tokens above 0, never
 before, and stays ours until its id has been handed back to the scheduler, aborts
@@ -26,20 +28,20 @@ everybody behind it, would wait for itself for ever.
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from turncache.errors import EngineFault
 from turncache.protocol import Reason
 from turncache_server.connector.costs import PullCosts
 from turncache_server.connector.finding import Ask, Finder, Found
+from turncache_server.connector.lacking import LackingCalls, Patience, Verdict
 from turncache_server.connector.peers import Peer, PeerBook, PeerState
-from turncache_server.control.messages import MAX_HASHES, PeekReply, Verify, VerifyReply
+from turncache_server.connector.pull_state import NOBODY, HandBack, Pull, PullState, Read
+from turncache_server.control.messages import MAX_HASHES, PeekReply, Verify
 
 logger = logging.getLogger(__name__)
 
@@ -54,102 +56,6 @@ PEER_REST_S: Final = 2.0
 PEEK_WAIT_S: Final = 1.0
 #: How much longer than the first candidate that holds something the others may take to answer.
 GRACE_S: Final = 0.02
-#: Whom a pull reads from before that is known.
-NOBODY: Final = Peer(name="", control_address="")
-
-
-class PullState(enum.Enum):
-    """Where a pull stands."""
-
-    FINDING = enum.auto()
-    PEEKING = enum.auto()
-    OFFERED = enum.auto()
-    READING = enum.auto()
-    VERIFYING = enum.auto()
-    FAILING = enum.auto()
-    CLOSED = enum.auto()
-
-
-@dataclass(slots=True, kw_only=True)
-class Pull:
-    """One request's pull.
-
-    Attributes:
-        peer: whom it reads from; of several candidates the first, until one was chosen.
-        found: the search for candidates, None where the hints name the source.
-        asks: the peeks under way.
-        useful_at_s: when the first candidate that holds something was seen to have answered.
-        blocks: destination blocks of the read, in prompt order.
-        local_blocks: blocks found in the own cache, before the destination blocks.
-        block_map: the own prefix-cache map when the read began; another one at the end
-            means a reset in between, and nothing is used.
-        known_blocks: leading blocks that the source once computed for the session.
-        reason: why no more was pulled, None while it goes well.
-    """
-
-    request_id: str
-    session: str
-    peer: Peer
-    hashes: list[bytes]
-    state: PullState
-    found: Future[Found] | None = None
-    asks: tuple[Ask, ...] = ()
-    useful_at_s: float | None = None
-    asked_at_s: float = 0.0
-    first_look_s: float | None = None
-    offered_at_s: float | None = None
-    reading_at_s: float = 0.0
-    answer: PeekReply | None = None
-    attempts: int = 1
-    request: Any = None
-    blocks: Sequence[Any] = ()
-    local_blocks: int = 0
-    block_map: Any = None
-    verify: Future[VerifyReply] | None = None
-    returned_blocks: int = 0
-    known_blocks: int = 0
-    reason: Reason | None = None
-    aborted: bool = False
-    pull_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """A read for the workers to start.
-
-    Attributes:
-        attempt: which read of its request it is, from 1.
-        remote_blocks: block ids at the source, one per local block.
-        deadline_s: remaining seconds, counted from when the workers receive it.
-    """
-
-    request_id: str
-    attempt: int
-    request: Any
-    local_blocks: list[int]
-    remote_blocks: list[int]
-    num_local_hit_blocks: int
-    engine_id: str
-    host: str
-    port: int
-    tp_size: int
-    num_tokens: int
-    deadline_s: float
-
-
-@dataclass(slots=True)
-class HandBack:
-    """What the scheduler is told in one step: ids to add to and remove from its sets.
-
-    Attributes:
-        loaded_blocks: blocks whose content was confirmed.
-        num_verified: pulls of which at least one block was confirmed.
-    """
-
-    add: set[str] = field(default_factory=set)
-    hold: set[str] = field(default_factory=set)
-    loaded_blocks: list[int] = field(default_factory=list)
-    num_verified: int = 0
 
 
 class PullBook:
@@ -163,6 +69,7 @@ class PullBook:
             it from what was measured.
         costs: what computing and pulling cost; what computing is quicker for is not pulled.
         finder: looks for a source where the hints name none, None to look for none.
+        lacking: the calls that wait for their prompt to be prefilled again.
 
     Attributes:
         finds: how many searches have ended how: ``found``, ``nothing`` or ``failed``.
@@ -177,9 +84,11 @@ class PullBook:
         timeout_s: float | None,
         costs: PullCosts,
         finder: Finder | None = None,
+        lacking: LackingCalls | None = None,
     ) -> None:
         self.finds: Counter[str] = Counter(found=0, nothing=0, failed=0)
         self._finder = finder
+        self._lacking = LackingCalls() if lacking is None else lacking
         # Of candidates that were not waited for, and when they were asked: who fails later rests.
         self._left_behind: list[tuple[Ask, float]] = []
         self._peers = peers
@@ -224,6 +133,7 @@ class PullBook:
         now_s: float,
         *,
         also: tuple[str, ...] = (),
+        patience: Patience | None = None,
     ) -> Reason | None:
         """Peek at the source for a request that has just arrived.
 
@@ -234,6 +144,7 @@ class PullBook:
             hashes: of the prompt's full blocks.
             now_s: the time.
             also: engines that are peeked at as well; who has most is pulled from.
+            patience: what the call's router offers if the source has lost the prompt.
 
         Returns:
             Why there is no pull, None when the peek is on its way.
@@ -243,23 +154,26 @@ class PullBook:
         peers = [peer for name in names if (peer := self._peers.get(name)) is not None]
         if not peers:
             return Reason.SOURCE_UNKNOWN
+        if all(peer.state is PeerState.INCOMPATIBLE for peer in peers):
+            return Reason.INCOMPATIBLE
         good = tuple(
             peer
             for peer in peers
             if peer.state is PeerState.COMPATIBLE and not self._rests(peer, now_s)
         )
-        if not good:
-            apart = all(peer.state is PeerState.INCOMPATIBLE for peer in peers)
-            return Reason.INCOMPATIBLE if apart else Reason.SOURCE_GONE
+        if not good and patience is None:
+            return Reason.SOURCE_GONE
         if not hashes:
             return Reason.BELOW_THRESHOLD
         pull = Pull(
             request_id=request_id,
             session=session,
-            peer=good[0],
+            peer=(good or peers)[0],
             hashes=hashes[:MAX_HASHES],
             state=PullState.PEEKING,
+            patience=patience,
         )
+        # Of a source that is gone the first look hears nothing, as of one that fails.
         self._ask(pull, good, now_s)
         self._pulls[request_id] = pull
         return None
@@ -301,6 +215,8 @@ class PullBook:
         pull = self._pulls.get(request_id)
         if pull is None:
             return 0
+        if pull.state is PullState.LACKING and self._still_lacking(pull, now_s):
+            return None
         if pull.state is PullState.CLOSED and not self._reopen(pull, now_s):
             return 0
         first = pull.first_look_s is None
@@ -313,6 +229,8 @@ class PullBook:
             if first and now_s - pull.asked_at_s > PEEK_AGE_S:
                 self._ask(pull, tuple(ask.peer for ask in pull.asks), now_s)
             if self._still_asking(pull, waited_s, now_s):
+                return None
+            if pull.patience is not None and self._lacks(pull, pull.patience, local_tokens, now_s):
                 return None
         return self._offer(pull, local_tokens, now_s)
 
@@ -378,6 +296,48 @@ class PullBook:
             self.finds["failed"] += 1
         else:
             self.finds["found" if pull.answer.block_ids else "nothing"] += 1
+
+    def _lacks(self, pull: Pull, patience: Patience, local_tokens: int, now_s: float) -> bool:
+        """Say whether the prompt is lost, and the call waits for it to be prefilled again."""
+        held = 0 if pull.answer is None else len(pull.answer.block_ids)
+        if 0 < pull.known_blocks <= held:
+            lost = False  # the source has all that it ever had: its prompt was another one
+        else:
+            lost = patience.is_worth_it(
+                have_tokens=max(local_tokens, held * self._block_size),
+                all_tokens=len(pull.hashes) * self._block_size,
+                threshold_tokens=self._threshold_tokens,
+            )
+        if not lost:
+            self._lacking.end(pull.request_id, "again")
+            return False
+        heard = pull.answer is not None
+        if not self._lacking.begin(pull.request_id, patience, now_s, heard=heard):
+            pull.patience = None
+            return False
+        pull.state = PullState.LACKING
+        return True
+
+    def _still_lacking(self, pull: Pull, now_s: float) -> bool:
+        """Say whether to wait on; else there is somebody to peek at, or the wait is over."""
+        next_ = self._lacking.look(pull.request_id, self._peers, self._rests, now_s)
+        if next_ is Verdict.WAIT:
+            return True
+        # The time for the pull begins here: the wait was no part of it.
+        pull.first_look_s = now_s
+        if isinstance(next_, Peer):
+            pull.attempts = 1
+            pull.reason = None
+            pull.peer = next_
+            self._ask(pull, (next_,), now_s)
+            return False
+        pull.patience = None
+        if pull.answer is not None and pull.answer.block_ids:
+            # A part was there when the wait began, and may be there still.
+            self._ask(pull, (pull.peer,), now_s)
+        else:
+            self._refuse(pull, pull.reason)
+        return False
 
     def _offer(self, pull: Pull, local_tokens: int, now_s: float) -> int:
         if pull.state is not PullState.OFFERED or pull.answer is None:
@@ -446,6 +406,7 @@ class PullBook:
         ):
             return None
         pull.state = PullState.READING
+        pull.patience = None
         self._reading[pull.request_id] = pull
         pull.reason = None
         pull.request = request
@@ -596,14 +557,17 @@ class PullBook:
         if pull.state in (PullState.READING, PullState.VERIFYING, PullState.FAILING):
             pull.aborted = True
         else:
+            self._lacking.end(request_id, "left")
             self._cancel(pull)
             del self._pulls[request_id]
         return pull
 
     def give_up(self) -> None:
         """Offer nothing any more; what is being read runs to its end (mode off)."""
+        unread = (PullState.FINDING, PullState.PEEKING, PullState.LACKING, PullState.OFFERED)
         for pull in list(self._pulls.values()):
-            if pull.state in (PullState.FINDING, PullState.PEEKING, PullState.OFFERED):
+            if pull.state in unread:
+                self._lacking.end(pull.request_id, "left")
                 self._cancel(pull)
                 pull.reason = Reason.DISABLED
                 pull.attempts = MAX_ATTEMPTS
@@ -696,7 +660,7 @@ class PullBook:
             if not ask.reply.cancelled() and ask.reply.exception(timeout=0) is not None:
                 self._rest(ask.peer, asked_at_s)
 
-    def _refuse(self, pull: Pull, reason: Reason) -> None:
+    def _refuse(self, pull: Pull, reason: Reason | None) -> None:
         pull.reason = reason
         pull.attempts = MAX_ATTEMPTS
         pull.state = PullState.CLOSED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from turncache.protocol import EngineHints, Reason
-from turncache_server.connector.pull import NOBODY, Pull
+from turncache_server.connector.pull_state import NOBODY, Pull
 from turncache_server.connector.records import CallRecord
 from turncache_server.retention.lineages import Admission
 

@@ -9,16 +9,20 @@ from typing import Final
 from turncache.protocol import Mode
 from turncache_server.connector.config import SECTION, Settings
 from turncache_server.connector.extension import Extension
+from turncache_server.connector.lacking import LackingCalls
 from turncache_server.control.keys import FleetKeys, read_fleet_keys
 from turncache_server.control.messages import (
     Call,
     CallReply,
     Hello,
     HelloReply,
+    Lacking,
+    LackingReply,
     ModeReply,
     Peek,
     PeekReply,
     Refusal,
+    Repeated,
     Reply,
     Request,
     SessionRow,
@@ -56,6 +60,8 @@ class Service:
         fingerprint: what must be equal on a peer.
         endpoint: NIXL side channel, None on an engine that exchanges no KV.
         more_stats: further counters, for instance of the pulls.
+        lacking: the calls that wait for their prompt to be prefilled again, None on an engine
+            where none ever does.
     """
 
     def __init__(
@@ -65,11 +71,13 @@ class Service:
         fingerprint: Mapping[str, str],
         endpoint: Endpoint | None = None,
         more_stats: Callable[[], Mapping[str, float]] = dict,
+        lacking: LackingCalls | None = None,
     ) -> None:
         self._extension = extension
         self._fingerprint = dict(fingerprint)
         self._endpoint = endpoint
         self._more_stats = more_stats
+        self._lacking = lacking
         self._start = uuid.uuid4().hex
         self._num_changes = 0
         self._draining = False
@@ -79,10 +87,8 @@ class Service:
         match request:
             case Hello():
                 return self._hello()
-            case Peek():
-                return self._peek(request)
-            case Verify():
-                return self._verify(request)
+            case Peek() | Verify():
+                return self._show(request)
             case Call():
                 return self._call(request)
             case Signal():
@@ -91,6 +97,8 @@ class Service:
                 return self._change(request)
             case Sessions():
                 return self._sessions(request)
+            case Lacking() | Repeated():
+                return self._lack(request)
             case Stats():
                 return StatsReply(
                     counters={**self._extension.counters(), **self._more_stats()},
@@ -122,17 +130,14 @@ class Service:
             missing=missing,
         )
 
-    def _peek(self, request: Peek) -> PeekReply:
+    def _show(self, request: Peek | Verify) -> Reply:
         source = self._extension.source
+        if isinstance(request, Verify):
+            nothing = VerifyReply(start_id="", generation=0, valid=0)
+            return nothing if source is None else source.verify(request)
         if source is None:
             return PeekReply(start_id="", generation=0, block_ids=[], epochs=[])
         return source.peek(request)
-
-    def _verify(self, request: Verify) -> VerifyReply:
-        source = self._extension.source
-        if source is None:
-            return VerifyReply(start_id="", generation=0, valid=0)
-        return source.verify(request)
 
     def _call(self, request: Call) -> CallReply:
         record = self._extension.book.get(request.request)
@@ -224,6 +229,13 @@ class Service:
             block_size=extension.facts.block_size,
             draining=self._draining,
         )
+
+    def _lack(self, request: Lacking | Repeated) -> Reply:
+        if self._lacking is None:
+            return LackingReply(requests=[])
+        if isinstance(request, Repeated):
+            self._lacking.repeated(request.request, request.source)
+        return LackingReply(requests=self._lacking.requests())
 
     def _ticket(self) -> str:
         return f"{self._start}:{self._num_changes}"

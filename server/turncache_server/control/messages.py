@@ -12,7 +12,8 @@ Version history of :data:`CONTROL_VERSION`:
 
 1. hello, peek, verify, call, signal, mode, stats.
 2. ``to`` in the envelope, the engine's name in hello, a ticket for every change of mode;
-   drain and sessions, which a side without them refuses as ``unsupported``.
+   drain, sessions, lacking and repeated, which a side without them refuses as
+   ``unsupported``.
 """
 
 from __future__ import annotations
@@ -151,7 +152,36 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True, tag="sessions"):
     session: str = ""
 
 
-Request = Hello | Peek | Verify | Call | Signal | SetMode | Stats | SetDraining | Sessions
+class Lacking(msgspec.Struct, frozen=True, kw_only=True, tag="lacking"):
+    """Which calls wait here for their prompt to be prefilled again?"""
+
+
+class Repeated(msgspec.Struct, frozen=True, kw_only=True, tag="repeated"):
+    """The prefill leg of a call that waits has been repeated, or will not be.
+
+    Attributes:
+        request: ``tc_request`` of the call.
+        source: engine id of who has computed the prompt, empty when nobody will: the call
+            waits no longer.
+    """
+
+    request: str
+    source: str = ""
+
+
+Request = (
+    Hello
+    | Peek
+    | Verify
+    | Call
+    | Signal
+    | SetMode
+    | Stats
+    | SetDraining
+    | Sessions
+    | Lacking
+    | Repeated
+)
 
 
 class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
@@ -328,6 +358,16 @@ class SessionsReply(msgspec.Struct, frozen=True, kw_only=True, tag="sessions_rep
     draining: bool = False
 
 
+class LackingReply(msgspec.Struct, frozen=True, kw_only=True, tag="lacking_reply"):
+    """The calls whose prompt is to be prefilled again, and of whom nobody has said that it was.
+
+    Attributes:
+        requests: their ``tc_request``, bounded by how many may wait.
+    """
+
+    requests: list[str]
+
+
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     """The request was not carried out.
 
@@ -349,6 +389,7 @@ Reply = (
     | ModeReply
     | StatsReply
     | SessionsReply
+    | LackingReply
     | Refusal
 )
 

@@ -59,6 +59,7 @@ from turncache_server.router.plan import Side
 from turncache_server.router.pool import Pool
 from turncache_server.router.pressure import BackPressure, asks_decode
 from turncache_server.router.records import CallRecords
+from turncache_server.router.repeating import Repeats
 from turncache_server.router.services import Services, Switches
 from turncache_server.router.sessions import SessionTable
 from turncache_server.router.shared import shared_waits, waits_shared
@@ -153,11 +154,11 @@ async def serving(
     gate = _gate(config, pool, events, clock)
     if gate is not None:
         metrics.watch(gate.state)
-    background = Background()
+    switches, background = Switches(return_enabled=config.return_enabled), Background()
     pressure = _pressure(config, pool, control, events=events, background=background, clock=clock)
     services = Services(
         config=config,
-        switches=Switches(return_enabled=config.return_enabled),
+        switches=switches,
         pool=pool,
         upstream=upstream,
         control=control,
@@ -173,6 +174,13 @@ async def serving(
         engine_key=own_key,
         keys=KeyFile(Path(config.keys_file), clock) if config.keys_file else None,
         in_flight=InFlight(config.max_tenant_calls, config.retry_after_s),
+        repeats=Repeats(
+            config,
+            control,
+            events=events,
+            background=background,
+            snapshot=lambda: pool.snapshot(return_enabled=switches.return_enabled),
+        ),
         gate=gate,
         pressure=pressure,
         traces=traces,

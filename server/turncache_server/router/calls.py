@@ -313,6 +313,11 @@ class PlannedCall:
     def _prefilled(self, engine: EngineView) -> None:
         """Ask for the outcome while decode works: it costs the call no time."""
         self._witness = engine
+        # When the leg was repeated, nothing counts that was heard of the one before.
+        self._record.final = False
+        if self._question is not None:
+            self._question.cancel()
+            self._question = None
         if not self._can_ask:
             return
         self._question = asyncio.create_task(self._ask(self._services.config.control_timeout_s))
@@ -393,8 +398,10 @@ class PlannedCall:
         record, ending = self._record, self._record.ending
         if self._services.pressure is not None:
             self._services.pressure.over(self._call.request)
+        self._opening.close()
         record.prefill_s = self._opening.prefill_s
         record.held_back_s = self._opening.held_back_s
+        record.repeats = self._opening.num_repeats
         record.total_s = self._since_start()
         record.state = {None: "done", "client_gone": "cancelled"}.get(problem, "failed")
         if self._question is not None:
@@ -423,6 +430,7 @@ class PlannedCall:
                 prompt_tokens=None if usage is None else usage.prompt_tokens,
                 answer_tokens=None if usage is None else usage.completion_tokens,
                 held_back_s=record.held_back_s,
+                repeats=record.repeats,
             )
         )
         if self._services.gate is not None:

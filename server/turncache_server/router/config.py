@@ -85,6 +85,8 @@ class RouterConfig:
     max_ahead_bytes: int = _number(256 * _MIB, 1024)
     decode_alone_tokens: int = _number(0, 0)
     max_new_tokens_on_decode: int = _number(0, 0)
+    repeat_prefill_s: float = _number(30.0, 0, 120)
+    repeat_after_s: float = _number(0.1, 0.001, 10)
     serve_on_prefill: bool = False
     handover_share: float = _number(0.8, 0, 100)
     handover_wait_s: float = _number(30.0, 0, 3600)
@@ -147,9 +149,14 @@ class RouterConfig:
         return tuple(self.more_paths.split())
 
     @property
+    def decode_tokens(self) -> int:
+        """Most new tokens that decode computes of a prompt, wherever it has the choice."""
+        return max(self.decode_alone_tokens, self.max_new_tokens_on_decode)
+
+    @property
     def may_decode_alone(self) -> bool:
         """Whether decode may serve calls without prefill: histories are remembered then."""
-        return self.decode_alone_tokens > 0 or self.max_new_tokens_on_decode > 0
+        return self.decode_tokens > 0
 
 
 def load_config(

@@ -123,7 +123,7 @@ class CallEnded:
         code: HTTP status, 499 when the client left.
         problem: kind of failure, None when the call ended well. A stream that broke after
             its first byte has one beside code 200.
-        prefill_s: seconds of the prefill leg, None without one.
+        prefill_s: seconds of the prefill leg and its repeats, None without one.
         ttft_s: seconds to the engine's first byte, None when there was none.
         total_s: seconds until the last byte.
         overhead_s: part of ``ttft_s`` that no engine was working, None without a first byte;
@@ -135,6 +135,7 @@ class CallEnded:
         prompt_tokens: as the engine that answered counts them, None when it has not said.
         answer_tokens: likewise.
         held_back_s: part of ``ttft_s`` that its prompt waited because decode was behind.
+        repeats: how often its prefill leg was sent again.
     """
 
     request: str
@@ -157,6 +158,7 @@ class CallEnded:
     prompt_tokens: int | None = None
     answer_tokens: int | None = None
     held_back_s: float = 0.0
+    repeats: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +258,21 @@ class LegFailure:
     side: str
     kind: str
     retried: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRepeated:
+    """A call's prompt was lost before decode had it, and prefill was to compute it again.
+
+    Attributes:
+        engine: who was to, None for ``no_engine``.
+        result: ``done``; ``failed``; ``left``: the call did not wait for its end; or
+            ``no_engine``: nobody was left who could have helped, and decode computes.
+    """
+
+    request: str
+    engine: str | None
+    result: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,6 +379,7 @@ Event = (
     | WarmedAhead
     | SignalSent
     | LegFailure
+    | PrefillRepeated
     | EngineChanged
     | EnginePulls
     | EngineDrains

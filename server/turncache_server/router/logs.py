@@ -25,6 +25,7 @@ from turncache_server.router.events import (
     OutcomeKnown,
     OutcomeMissing,
     PassedOn,
+    PrefillRepeated,
     WaitsExchanged,
 )
 
@@ -81,6 +82,7 @@ def _log_call(event: CallEnded, outcome: Outcome | None) -> None:
         "boundary": None if event.boundary is None else event.boundary.value,
         "queued": f"{event.queued_s:.3f}" if event.queued_s else None,
         "held_back": f"{event.held_back_s:.3f}" if event.held_back_s else None,
+        "repeats": event.repeats or None,
         "ttft": None if event.ttft_s is None else f"{event.ttft_s:.3f}",
         "total": f"{event.total_s:.3f}",
         "answer": event.answer_tokens,
@@ -101,15 +103,8 @@ def _log_other(event: Event) -> None:
         case OutcomeMissing():
             said = f": {event.detail}" if event.detail else ""
             logger.warning("call %s: outcome missing (%s)%s", event.request, event.why, said)
-        case LegFailure():
-            logger.warning(
-                "call %s: leg on %s (%s) failed: %s%s",
-                event.request,
-                event.engine,
-                event.side,
-                event.kind,
-                ", trying another" if event.retried else "",
-            )
+        case LegFailure() | PrefillRepeated():
+            _log_leg(event)
         case EnginePulls(pulls=False):
             logger.warning(
                 "engine %s (%s) is in mode %s and pulls nothing: prompts are handed over as "
@@ -148,6 +143,25 @@ def _log_other(event: Event) -> None:
             logger.warning(
                 "engine %s (%s) was restarted: what it had is gone", event.engine, event.side
             )
+
+
+def _log_leg(event: LegFailure | PrefillRepeated) -> None:
+    if isinstance(event, LegFailure):
+        logger.warning(
+            "call %s: leg on %s (%s) failed: %s%s",
+            event.request,
+            event.engine,
+            event.side,
+            event.kind,
+            ", trying another" if event.retried else "",
+        )
+    else:
+        logger.warning(
+            "call %s: its prompt was lost before decode had it; prefill again%s: %s",
+            event.request,
+            "" if event.engine is None else f" on {event.engine}",
+            event.result,
+        )
 
 
 def _log_sharing(problem: str | None) -> None:

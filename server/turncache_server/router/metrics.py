@@ -27,6 +27,7 @@ from turncache_server.router.events import (
     OutcomeKnown,
     OutcomeMissing,
     PassedOn,
+    PrefillRepeated,
     PromptHeldBack,
     SignalSent,
     WaitEnded,
@@ -148,6 +149,12 @@ class Metrics:
             ("side", "kind", "retried"),
             registry=registry,
         )
+        self._repeats = Counter(
+            "turncache_router_repeated_prefills_total",
+            "Prefill legs of prompts that were lost before decode had them, by how they ended.",
+            ("result",),
+            registry=registry,
+        )
         self._active = Gauge(
             "turncache_router_active_calls", "Calls being served.", registry=registry
         )
@@ -251,8 +258,8 @@ class Metrics:
         match event:
             case CallRefused() | PassedOn() | CallAdmitted():
                 self._without_a_plan(event)
-            case PromptHeldBack():
-                self._held_back.labels(event.result).observe(event.waited_s)
+            case PromptHeldBack() | PrefillRepeated():
+                self._between_the_legs(event)
             case CallStarted():
                 self._active.inc()
             case CallEnded():
@@ -263,10 +270,8 @@ class Metrics:
                     self._resumed_call("yes" if event.warmed else "no", event)
             case OutcomeMissing():
                 self._missing.labels(event.why).inc()
-            case WaitEnded():
-                self._waited(event)
-            case WarmedAhead():
-                self._warmed_ahead(event)
+            case WaitEnded() | WarmedAhead():
+                self._between_calls(event)
             case SignalSent():
                 self._signals.labels(event.kind, event.result).inc()
             case LegFailure():
@@ -284,6 +289,18 @@ class Metrics:
         self._admitted.labels(event.result).inc()
         if event.result in ("in_turn", "late"):
             self._queue.observe(event.waited_s)
+
+    def _between_the_legs(self, event: PromptHeldBack | PrefillRepeated) -> None:
+        if isinstance(event, PromptHeldBack):
+            self._held_back.labels(event.result).observe(event.waited_s)
+        else:
+            self._repeats.labels(event.result).inc()
+
+    def _between_calls(self, event: WaitEnded | WarmedAhead) -> None:
+        if isinstance(event, WaitEnded):
+            self._waited(event)
+        else:
+            self._warmed_ahead(event)
 
     def _fleet(self, event: Event) -> None:
         match event:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from turncache.protocol import CallTags, Cause, EngineHints
@@ -110,7 +110,8 @@ class Opening:
     Attributes:
         engine_s: seconds in which an engine was working on the call.
         held_back_s: seconds that its prompt waited because decode was behind.
-        prefill_s: seconds of the prefill leg, None without one.
+        prefill_s: seconds of the prefill leg and its repeats, None without one.
+        num_repeats: how often the prefill leg was sent again.
     """
 
     def __init__(
@@ -130,6 +131,8 @@ class Opening:
         self.engine_s = 0.0
         self.held_back_s = 0.0
         self.prefill_s: float | None = None
+        self.num_repeats = 0
+        self._stop_watching: Callable[[], None] = lambda: None
 
     async def run(self) -> Opened:
         """Run the legs.
@@ -147,7 +150,7 @@ class Opening:
         return await self._first_that_answers(
             "decode",
             self._plan.serve,
-            lambda engine: self._serve(engine, "decode", source.engine_id),
+            lambda engine: self._decode(engine, source),
         )
 
     async def _first_that_answers(
@@ -212,7 +215,7 @@ class Opening:
             self._services.pressure.sized(call.request, ending.usage.prompt_tokens)
         if self._plan.stock:
             self._held = transfer_params(answer)
-        self.prefill_s = self._services.clock() - began_s
+        self.prefill_s = (self.prefill_s or 0.0) + self._services.clock() - began_s
         return engine
 
     async def _wait(self, waits: asyncio.Future[None]) -> None:
@@ -230,6 +233,55 @@ class Opening:
             return None
         tokens = len(self._call.body.text) // BYTES_OF_TEXT_PER_TOKEN
         return pressure.ask(engine.name, self._call.request, tokens)
+
+    async def _decode(self, engine: EngineView, source: EngineView) -> Opened:
+        """Run the decode leg up to its first byte; a prompt that is lost is prefilled again.
+
+        Where that comes before any token, it is prefilled again until the call is over.
+        """
+        address = self._repeatable_at(engine)
+        if address is None:
+            return await self._serve(engine, "decode", source.engine_id)
+        others = [each for each in self._plan.prefill if each is not source]
+        stop = self._services.repeats.watch(
+            address, self._call.request, (source, *others), self._repeat
+        )
+        try:
+            opened = await self._serve(engine, "decode", source.engine_id)
+        except BaseException:
+            stop()
+            raise
+        if self._call.asked.stream and not self._call.api.opens_with_token:
+            self._stop_watching = stop
+        else:
+            stop()
+        return opened
+
+    def close(self) -> None:
+        """Repeat nothing any more: the call is over."""
+        self._stop_watching()
+
+    def _repeatable_at(self, engine: EngineView) -> str | None:
+        """Return where a decode engine names the calls whose prompt is lost, None for nowhere."""
+        if self._plan.stock or not self._services.config.repeat_prefill_s:
+            return None
+        return self._services.pool.control_of(engine.name)
+
+    async def _repeat(self, engine: EngineView) -> bool:
+        """Run the prefill leg again, beside a decode leg that waits for it."""
+        self.num_repeats += 1
+        try:
+            await self._prefill(engine)
+        except LegFailed as failure:
+            # No listener is told: a leg that fails is that of the call, and it goes on.
+            if failure.engine_at_fault:
+                self._services.pool.failed(engine.name, failure.kind)
+            return False
+        except EngineRefused:
+            return False
+        self._services.pool.answered(engine.name)
+        self._prefilled(engine)
+        return True
 
     async def _serve(self, engine: EngineView, kind: str, source: str | None) -> Opened:
         """Run the serving leg up to the first byte of its answer."""
@@ -272,8 +324,12 @@ class Opening:
             self._ready = source, self._serving_body("decode", source)
 
     def _serving_body(self, kind: str, source: str | None) -> bytes:
-        hints = self._hints(kind, source=source, retain_s=self._call.tags.retain_s)
-        call = self._call
+        call, config = self._call, self._services.config
+        hints = self._hints(kind, source=source, retain_s=call.tags.retain_s)
+        if kind == "decode" and all(map(self._repeatable_at, self._plan.serve)):
+            hints = replace(
+                hints, repeat_s=config.repeat_prefill_s, repeat_above=config.decode_tokens
+            )
         return serving_body(call.api, call.body, hints, salt=call.salt, held=self._held)
 
     def _hints(

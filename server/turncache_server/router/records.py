@@ -22,6 +22,7 @@ class CallRecord:
         state: ``running``, ``done``, ``failed`` or ``cancelled``.
         tenant: whose call it is, None without keys.
         final: nothing here will change.
+        repeats: how often its prefill leg was sent again; the outcome is that of the last one.
     """
 
     request: str
@@ -34,6 +35,7 @@ class CallRecord:
     ending: Ending | None = None
     queued_s: float = 0.0
     held_back_s: float = 0.0
+    repeats: int = 0
     prefill_s: float | None = None
     ttft_s: float | None = None
     total_s: float | None = None
@@ -49,6 +51,7 @@ class CallRecord:
             "plan": self.plan.value,
             "reason": (outcome.reason if outcome is not None else self.reason).value,
             "outcome": None if outcome is None else _outcome(outcome),
+            "repeats": self.repeats,
             "finish_reason": None if ending is None else ending.finish_reason,
             "boundary": None if ending is None else ending.boundary,
             "usage": None

@@ -19,6 +19,7 @@ from turncache_server.router.plan import Snapshot
 from turncache_server.router.pool import Pool
 from turncache_server.router.pressure import BackPressure
 from turncache_server.router.records import CallRecords
+from turncache_server.router.repeating import Repeats
 from turncache_server.router.sessions import SessionTable
 from turncache_server.router.traces import Traces
 from turncache_server.router.upstream import Upstream
@@ -46,6 +47,7 @@ class Services:
         new_id: makes a call's id: unique, and not guessable, because it opens the record.
         engine_key: the router's own key for engines, None to pass the client's on.
         in_flight: calls of each tenant at present.
+        repeats: has prefill legs sent again whose prompt was lost.
         gate: where new sessions wait for room, None when they never do.
         pressure: where prompts wait while decode is behind, None when they never do.
         keys: of the router's clients, None to serve everybody.
@@ -68,6 +70,7 @@ class Services:
     new_id: Callable[[], str]
     engine_key: str | None
     in_flight: InFlight
+    repeats: Repeats
     gate: Gate | None = None
     pressure: BackPressure | None = None
     keys: KeyFile | None = None

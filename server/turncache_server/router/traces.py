@@ -198,6 +198,7 @@ class Traces:
                 if event.finish_reason is None
                 else (event.finish_reason,),
                 "turncache.held_back_s": event.held_back_s or None,
+                "turncache.repeats": event.repeats or None,
             },
         )
         _fail(opened.call, event.problem)

@@ -20,8 +20,8 @@ from turncache_server.connector.pull import (
     PEEK_WAIT_S,
     PEER_REST_S,
     PullBook,
-    PullState,
 )
+from turncache_server.connector.pull_state import PullState
 
 SIZE = 4
 HASHES = [bytes([i]) * 4 for i in range(6)]

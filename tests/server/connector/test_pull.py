@@ -24,10 +24,9 @@ from turncache_server.connector.pull import (
     PEEK_AGE_S,
     PEEK_WAIT_S,
     PEER_REST_S,
-    HandBack,
     PullBook,
-    PullState,
 )
+from turncache_server.connector.pull_state import HandBack, PullState
 from turncache_server.control.messages import MAX_HASHES, Verify
 
 SIZE = 4

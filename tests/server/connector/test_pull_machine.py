@@ -32,8 +32,10 @@ from tests.server.connector.peer_fakes import (
 from turncache.errors import EngineFault
 from turncache_server.connector.costs import PullCosts
 from turncache_server.connector.finding import Finder
+from turncache_server.connector.lacking import LackingCalls, Patience
 from turncache_server.connector.peers import PeerBook, PeerState
-from turncache_server.connector.pull import MAX_ATTEMPTS, PullBook, Read
+from turncache_server.connector.pull import MAX_ATTEMPTS, PullBook
+from turncache_server.connector.pull_state import PullState, Read
 from turncache_server.control.messages import PeekReply, Verify, VerifyReply
 
 SIZE = 4
@@ -44,6 +46,8 @@ NUM_RANKS = 2
 RARELY = st.integers(0, 9).map(lambda n: n == 9)
 SOMETIMES_NOT = st.integers(0, 4).map(lambda n: n != 4)
 NAMES = st.sampled_from([["decode-0"]] * 6 + [[], ["stranger"], ["", "decode-0"], None])
+#: Whom the router names after a repeat.
+SAID = st.sampled_from(["decode-0"] * 5 + ["", "stranger"])
 ANSWERS = st.sampled_from(["ok"] * 12 + ["fault", "generation", "restart", "too_many"])
 
 
@@ -78,6 +82,7 @@ class PullMachine(RuleBasedStateMachine):
     def build(self, threshold_blocks: int) -> None:
         self.peers = FakePeers()
         self.directory = SlowDirectory()
+        self.lacking = LackingCalls(max_waiting=3)
         self.book = PullBook(
             self.peers,  # type: ignore[arg-type]  # stands for PeerBook
             block_size=SIZE,
@@ -85,6 +90,7 @@ class PullMachine(RuleBasedStateMachine):
             timeout_s=5.0,
             costs=PullCosts(),
             finder=Finder(self.directory, cast(PeerBook, self.peers)),
+            lacking=self.lacking,
         )
         self.now_s = 1000.0
         self.map: object = object()
@@ -100,16 +106,40 @@ class PullMachine(RuleBasedStateMachine):
 
     # --- arrival and admission -------------------------------------------------------------------
 
-    @rule(data=st.data(), stage=st.integers(0, 4), kind=ANSWERS, mode_off_between=RARELY)
-    def arrive(self, data: st.DataObject, stage: int, kind: str, mode_off_between: bool) -> None:
+    @rule(
+        data=st.data(),
+        stage=st.integers(0, 4),
+        kind=ANSWERS,
+        mode_off_between=RARELY,
+        patient=st.booleans(),
+    )
+    def arrive(
+        self, data: st.DataObject, stage: int, kind: str, mode_off_between: bool, patient: bool
+    ) -> None:
         """A request with a source arrives, and goes a part of the usual way at once."""
         request_id = f"r{len(self.requests)}"
         request = self.requests[request_id] = Request(request_id)
-        reason = self.book.start(request_id, "s", "decode-0", HASHES, self.now_s)
+        questions = len(self.peers.peeks)
+        patience = Patience(
+            call=request_id,
+            wait_s=5.0,
+            above_tokens=SIZE,
+            prompt_tokens=NUM_HASHES * SIZE + 1,
+        )
+        reason = self.book.start(
+            request_id,
+            "s",
+            "decode-0",
+            HASHES,
+            self.now_s,
+            patience=patience if patient else None,
+        )
         record = self.peers.records["decode-0"]
         rests = self.book._rests(record, self.now_s)
-        assert (reason is None) == (record.state is PeerState.COMPATIBLE and not rests)
-        if reason is None:
+        able = record.state is PeerState.COMPATIBLE and not rests
+        assert (reason is None) == (able or patient)
+        assert len(self.peers.peeks) == questions + able
+        if able:
             self._advance(data, request, stage, kind, mode_off_between=mode_off_between)
 
     @rule(data=st.data(), stage=st.integers(0, 5), kind=ANSWERS, names=NAMES)
@@ -126,6 +156,20 @@ class PullMachine(RuleBasedStateMachine):
             self._find(names)
         if len(self.peers.peeks) > questions:
             self._advance(data, request, stage - 1, kind)
+
+    @precondition(lambda self: self.lacking.requests())
+    @rule(data=st.data(), source=SAID, stage=st.integers(0, 3), kind=ANSWERS)
+    def the_prefill_leg_is_repeated(
+        self, data: st.DataObject, source: str, stage: int, kind: str
+    ) -> None:
+        """A call that waits hears who has computed its prompt, or that nobody will."""
+        request_id = data.draw(st.sampled_from(self.lacking.requests()))
+        self.lacking.repeated(request_id, source)
+        questions = len(self.peers.peeks)
+        if stage:
+            self._look(self.requests[request_id], 0, mode_off_between=False)
+        if len(self.peers.peeks) > questions:
+            self._advance(data, self.requests[request_id], stage, kind)
 
     @precondition(lambda self: self.directory.open)
     @rule(names=NAMES)
@@ -371,6 +415,18 @@ class PullMachine(RuleBasedStateMachine):
             assert self.book.holding, "the hook must run in every step for it"
 
     @invariant()
+    def those_that_wait_for_a_repeat_are_known(self) -> None:
+        """Each of them is a request that waits; who is no longer in its way, is not named."""
+        named = self.lacking.requests()
+        for request in self.requests.values():
+            pull = self.book.get(request.request_id)
+            if pull is not None and pull.state is PullState.LACKING:
+                assert request.status == "waiting"
+            elif pull is None or pull.state is not PullState.PEEKING:
+                assert request.request_id not in named
+        assert len(self.lacking) <= 3
+
+    @invariant()
     def no_pull_survives_its_request(self) -> None:
         """A pull is kept for requests that live, or that still wait for their id."""
         for request in self.requests.values():
@@ -393,6 +449,7 @@ class PullMachine(RuleBasedStateMachine):
             self._step(ids | reading, ids)
         assert {r.status for r in self.requests.values()} <= {"gone"}
         assert len(self.book) == 0
+        assert len(self.lacking) == 0
         assert not self.book.holding
         assert not self.book.take_reads()
         assert not self.book.take_failures()

@@ -126,7 +126,7 @@ async def test_the_legs_say_what_each_engine_has_to_know(pair: Pair) -> None:
         **common, call="prefill", handover=True, retain_s=0.0
     )
     assert EngineHints.from_xargs(decode.xargs, trusted=True) == EngineHints(
-        **common, call="decode", source="prefill-0", retain_s=30.0
+        **common, call="decode", source="prefill-0", retain_s=30.0, repeat_s=30.0
     )
     for seen in (prefill, decode):
         assert seen.headers["x-session-id"] == seen.body["session_id"] == "ticket-1"

@@ -1,0 +1,227 @@
+"""Prefill legs that are sent again, because decode found their prompt lost.
+
+A decode engine lets such a call wait, and names it to whoever asks on its control socket. The
+router asks while one of its decode legs has brought no byte for a moment: one question for
+all of an engine's legs, and less often the longer nothing is found. A call that is named has
+its prefill leg repeated, and the engine is told who has computed the prompt, or that nobody
+will: then it waits no longer. Owner of which legs are watched and what is being repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from turncache.errors import EngineFault
+from turncache_server.control.messages import Lacking, LackingReply, Repeated
+from turncache_server.router.background import Background, tell_failure
+from turncache_server.router.config import RouterConfig
+from turncache_server.router.events import Events, PrefillRepeated
+from turncache_server.router.outcomes import AsksControl
+from turncache_server.router.plan import EngineView, Snapshot
+
+#: Most repeats for one decode leg, each by another engine: what is lost that often is lost because
+#: prefill has no room, and more work would only take more of it.
+MAX_REPEATS: Final = 2
+#: Longest pause between two questions to an engine of which nothing was found.
+MAX_PAUSE_S: Final = 1.0
+
+#: Runs a call's prefill leg on an engine; false when that has failed.
+Repeat = Callable[[EngineView], Awaitable[bool]]
+
+
+def next_engine(
+    planned: Sequence[EngineView], first: str, tried: Sequence[str], snapshot: Snapshot
+) -> EngineView | None:
+    """Choose who repeats a prefill leg: who had it first, then another. Pure.
+
+    Args:
+        planned: prefill engines of the call, best first.
+        first: name of the one that has lost the prompt.
+        tried: names of those that have repeated it, or failed to.
+        snapshot: the pool as it is now.
+
+    Returns:
+        None when it would not help: nobody is left who lives and may be pulled from.
+    """
+    able = {engine.name for engine in snapshot.engines if engine.live and engine.pulls}
+    if len(tried) >= MAX_REPEATS:
+        return None
+    left = [engine for engine in planned if engine.name in able and engine.name not in tried]
+    return min(left, key=lambda engine: engine.name != first, default=None)
+
+
+@dataclass(eq=False, kw_only=True)
+class Watched:
+    """A decode leg without a token yet.
+
+    Attributes:
+        request: the call's id.
+        prefill: its prefill engines, the one that has computed the prompt in front.
+        repeat: runs its prefill leg.
+        since_s: when it was sent, by the loop's clock.
+        tried: names of the engines that have repeated it, or failed to.
+        said: what the decode engine has still to hear; None for nothing.
+        task: what is being done for it.
+    """
+
+    request: str
+    prefill: Sequence[EngineView]
+    repeat: Repeat
+    since_s: float
+    tried: list[str] = field(default_factory=list)
+    said: str | None = None
+    task: asyncio.Task[None] | None = None
+
+
+class _Legs:
+    """The watched legs of one decode engine.
+
+    Attributes:
+        by_request: legs by call, the oldest first.
+        timer: of the next question; None while it is under way.
+        pause_s: after a question by which nothing was found.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.by_request: dict[str, Watched] = {}
+        self.timer: asyncio.TimerHandle | None = None
+        self.asking = False
+        self.pause_s = 0.0
+
+
+class Repeats:
+    """Has prefill legs repeated.
+
+    Args:
+        config: the router's settings.
+        control: asks engines.
+        events: told of every repeat.
+        background: runs the questions.
+        snapshot: returns the pool as it is.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        control: AsksControl,
+        *,
+        events: Events,
+        background: Background,
+        snapshot: Callable[[], Snapshot],
+    ) -> None:
+        self._config = config
+        self._control = control
+        self._events = events
+        self._background = background
+        self._snapshot = snapshot
+        self._legs: dict[str, _Legs] = {}
+
+    def watch(
+        self, address: str, request: str, prefill: Sequence[EngineView], repeat: Repeat
+    ) -> Callable[[], None]:
+        """Watch a decode leg until what is returned is called, with its first token.
+
+        Args:
+            address: of the decode engine's control socket.
+            request: the call's id.
+            prefill: its prefill engines, the one that has computed the prompt in front.
+            repeat: runs its prefill leg on one of them.
+        """
+        legs = self._legs.setdefault(address, _Legs(address))
+        since_s = asyncio.get_running_loop().time()
+        leg = Watched(request=request, prefill=prefill, repeat=repeat, since_s=since_s)
+        legs.by_request[request] = leg
+        legs.pause_s = self._config.repeat_after_s
+        if not legs.asking:
+            self._ask_within(legs, legs.pause_s)
+
+        def stop() -> None:
+            if legs.by_request.get(request) is leg:
+                del legs.by_request[request]
+            if leg.task is not None:
+                leg.task.cancel()
+
+        return stop
+
+    def _ask_within(self, legs: _Legs, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + delay_s
+        if legs.timer is not None:
+            if legs.timer.when() <= due_s:
+                return
+            legs.timer.cancel()
+        legs.timer = loop.call_at(due_s, self._due, legs)
+
+    def _due(self, legs: _Legs) -> None:
+        """Ask, unless every leg is too young; without legs nobody asks any more."""
+        legs.timer = None
+        oldest = next(iter(legs.by_request.values()), None)
+        if oldest is None:
+            self._legs.pop(legs.address, None)
+            return
+        now_s = asyncio.get_running_loop().time()
+        young_s = oldest.since_s + self._config.repeat_after_s - now_s
+        if young_s > 0:
+            self._ask_within(legs, young_s)
+            return
+        legs.asking = True  # until then legs that join are asked about by the next one
+        self._background.spawn(self._ask(legs), "ask for lost prompts")
+
+    async def _ask(self, legs: _Legs) -> None:
+        try:
+            reply = await self._control.ask(
+                legs.address, Lacking(), LackingReply, timeout_s=self._config.control_timeout_s
+            )
+            named: Sequence[str] = reply.requests
+        except EngineFault:
+            # It is silent, or older than this question: then none of its calls waits.
+            named = ()
+        finally:
+            legs.asking = False
+        found = [leg for name in named if (leg := legs.by_request.get(name)) is not None]
+        for leg in found:
+            if leg.task is None:
+                leg.task = asyncio.create_task(self._help(legs.address, leg), name="repeat a leg")
+                leg.task.add_done_callback(tell_failure)
+        self._ask_within(legs, legs.pause_s)
+        if not found:
+            legs.pause_s = min(2 * legs.pause_s, MAX_PAUSE_S)
+
+    async def _help(self, address: str, leg: Watched) -> None:
+        """Have the prompt computed again, and tell the decode engine by whom."""
+        try:
+            if leg.said is None:
+                leg.said = await self._repeated(leg)
+            await self._control.ask(
+                address,
+                Repeated(request=leg.request, source=leg.said),
+                LackingReply,
+                timeout_s=self._config.control_timeout_s,
+            )
+            leg.said = None
+        except EngineFault:
+            pass  # it goes on naming the call, and is told the same again
+        finally:
+            leg.task = None
+
+    async def _repeated(self, leg: Watched) -> str:
+        """Run the leg again; returns the engine id of who did, empty when nobody could."""
+        first = leg.prefill[0].name
+        while engine := next_engine(leg.prefill, first, leg.tried, self._snapshot()):
+            leg.tried.append(engine.name)
+            result = "left"
+            try:
+                result = "done" if await leg.repeat(engine) else "failed"
+            finally:
+                self._tell(leg, engine.name, result)
+            if result == "done":
+                return engine.engine_id
+        self._tell(leg, None, "no_engine")
+        return ""
+
+    def _tell(self, leg: Watched, engine: str | None, result: str) -> None:
+        self._events.emit(PrefillRepeated(request=leg.request, engine=engine, result=result))

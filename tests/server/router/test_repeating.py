@@ -1,0 +1,230 @@
+"""Prefill legs that are sent again, because decode found their prompt lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.fakes.engine import FakeEngine, Script, fake_pair
+from tests.server.router.support import MESSAGES, Bench, bench, outcome_of, streamed
+from turncache_server.router.events import PrefillRepeated
+from turncache_server.router.plan import EngineView, Side, Snapshot
+from turncache_server.router.repeating import MAX_REPEATS, next_engine
+
+pytestmark = pytest.mark.anyio
+HURRY: dict[str, Any] = {"repeat_after_s": 0.005}
+
+
+def decoded(decode: FakeEngine) -> tuple[int, int]:
+    """Return how many tokens of the last prompt decode computed, and how many there were."""
+    reply = list(decode.replies.values())[-1]
+    return reply.computed, reply.prompt
+
+
+async def repeats(running: Bench) -> dict[str, float]:
+    """Return how the repeats have ended."""
+    metric = "turncache_router_repeated_prefills_total"
+    results = ("done", "failed", "left", "no_engine")
+    counted = [(r, await running.metric(f'{metric}{{result="{r}"}}')) for r in results]
+    return {result: count for result, count in counted if count}
+
+
+async def test_a_lost_prompt_is_prefilled_again_and_pulled() -> None:
+    """Decode computes the tail; the outcome is that of the leg whose KV was used."""
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **HURRY) as running:
+        prefill.loses = 1
+        answer = await running.chat(session="s")
+        first, again = prefill.seen
+        assert first.raw == again.raw
+        assert first.headers["x-request-id"] != again.headers["x-request-id"]
+        (leg,) = decode.seen
+        assert (leg.xargs["tc_repeat_s"], "tc_repeat_above" in leg.xargs) == (30.0, False)
+        assert not {"tc_repeat_s", "tc_repeat_above"} & first.xargs.keys()
+        computed, prompt = decoded(decode)
+        assert computed < prompt
+        outcome = outcome_of(answer)
+        assert outcome.computed == outcome.prompt
+        assert outcome.lost > 0
+        record = await running.record(answer)
+        assert (record["repeats"], record["outcome"]["lost"]) == (1, outcome.lost)
+        assert await repeats(running) == {"done": 1}
+
+
+async def test_a_streamed_answer_is_none_the_wiser() -> None:
+    """Headers of a stream come at once, its first event with the first token."""
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **HURRY) as running:
+        prefill.loses = 1
+        message = await streamed(running.openai, model="fake", messages=MESSAGES)
+        assert message["content"].startswith("This is answer")
+        assert len(prefill.seen) == 2
+
+
+async def test_a_response_whose_first_event_says_nothing() -> None:
+    """It comes before decode has looked for the prompt: the leg is watched all the same."""
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **HURRY) as running:
+        prefill.loses = 1
+        answer = await running.http.post(
+            "/v1/responses",
+            json={"model": "fake", "input": "Where does Laura live? " * 8, "stream": True},
+        )
+        assert "response.completed" in answer.text
+        assert len(prefill.seen) == 2
+        record = await running.record(answer)
+        assert record["outcome"]["computed"] == record["outcome"]["prompt"]
+        assert record["outcome"]["lost"] > 0
+
+
+async def test_another_engine_repeats_what_the_first_one_does_not_take() -> None:
+    """Decode hears whom to pull from; the engine that is full is told of, and no failed call."""
+    async with (
+        fake_pair(prefills=2) as (prefills, [decode]),
+        bench(*prefills, decode, **HURRY) as running,
+    ):
+        await running.chat(session="s")
+        owner, other = sorted(prefills, key=lambda engine: -len(engine.seen))
+        owner.loses = 1
+        owner.scripts += [Script(), Script(status=503)]
+        question = {"role": "user", "content": "Something else altogether. " * 6}
+        await running.chat(session="s", messages=[question])
+        assert (len(owner.seen), len(other.seen)) == (3, 1)
+        computed, prompt = decoded(decode)
+        assert computed < prompt
+        told = [(event.engine, event.result) for event in running.of_kind(PrefillRepeated)]
+        assert told == [(owner.name, "failed"), (other.name, "done")]
+
+
+async def test_what_is_lost_again_is_computed_by_decode() -> None:
+    """One engine, one repeat: more work would not help, and the call is answered."""
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **HURRY) as running:
+        prefill.loses = 2
+        answer = await running.chat(session="s")
+        assert answer.status_code == 200
+        assert len(prefill.seen) == 2
+        computed, prompt = decoded(decode)
+        assert computed == prompt
+        assert await repeats(running) == {"done": 1, "no_engine": 1}
+
+
+async def test_a_repeat_that_is_refused_is_the_end_of_it() -> None:
+    """The client gets decode's answer, not prefill's error."""
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **HURRY) as running:
+        prefill.loses = 1
+        prefill.scripts += [Script(), Script(status=400)]
+        answer = await running.chat(session="s")
+        assert answer.status_code == 200
+        assert (await running.record(answer))["repeats"] == 1
+        assert await repeats(running) == {"failed": 1, "no_engine": 1}
+
+
+async def test_a_client_that_leaves_ends_the_repeat_too() -> None:
+    """Both legs are broken off, and decode's call waits for nothing any more."""
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **HURRY) as running:
+        prefill.loses = 1
+        held = Script(until=asyncio.Event())
+        prefill.scripts += [Script(), held]
+        call = asyncio.create_task(running.chat(session="s"))
+        await held.arrived.wait()
+        call.cancel()
+        await running.eventually(
+            lambda: (prefill.num_cancelled, decode.num_cancelled, len(decode.lacking)),
+            lambda seen: seen == (1, 1, 0),
+        )
+        assert await repeats(running) == {"left": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "updated"), [({"repeat_prefill_s": 0}, True), ({}, False)], ids=["off", "older"]
+)
+async def test_without_it_decode_computes(settings: dict[str, Any], updated: bool) -> None:
+    """Switched off, or an engine of the version before, which knows neither hint nor question."""
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, **HURRY, **settings) as running,
+    ):
+        decode.updated = updated
+        slow = Script(until=asyncio.Event())
+        decode.scripts.append(slow)
+        prefill.loses = 1
+        call = asyncio.create_task(running.chat(session="s", stream=True))
+        await slow.arrived.wait()
+        await asyncio.sleep(0.03)
+        assert slow.until is not None
+        slow.until.set()
+        answer = await call
+        assert answer.status_code == 200
+        assert len(prefill.seen) == 1
+        assert ("tc_repeat_s" in decode.seen[0].xargs) == (not updated)
+        assert decode.num_lacking_questions == 0
+        assert await repeats(running) == {}
+
+
+async def test_a_decode_engine_without_a_control_socket_is_offered_nothing() -> None:
+    """It could not say that it waits."""
+    prefill = FakeEngine("prefill-0", "prefill")
+    decode = FakeEngine("decode-0", "decode", fleet=prefill.fleet, control=False)
+    await prefill.start()
+    await decode.start()
+    try:
+        async with bench(prefill, decode, **HURRY) as running:
+            await running.chat(session="s")
+            assert "tc_repeat_s" not in decode.seen[0].xargs
+    finally:
+        await prefill.close()
+        await decode.close()
+
+
+async def test_only_legs_that_are_silent_are_asked_about() -> None:
+    """Quick ones cost no question; a slow one a few, at growing intervals."""
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, repeat_after_s=0.02) as running,
+    ):
+        slow = Script(until=asyncio.Event())
+        decode.scripts.append(slow)
+        call = asyncio.create_task(running.chat(session="s"))
+        await running.eventually(lambda: decode.num_lacking_questions, lambda asked: asked >= 2)
+        assert slow.until is not None
+        slow.until.set()
+        await call
+        assert await repeats(running) == {}
+
+
+async def test_the_limit_of_decode_goes_along() -> None:
+    """What decode may compute of a prompt it computes, instead of waiting."""
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, max_new_tokens_on_decode=512, decode_alone_tokens=64) as running,
+    ):
+        await running.chat(session="s", messages=MESSAGES * 20)
+        assert decode.seen[-1].xargs["tc_repeat_above"] == 512
+
+
+def view(name: str, **changes: Any) -> EngineView:
+    """Return a prefill engine."""
+    return EngineView(name=name, engine_id=name, side=Side.PREFILL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("now", "tried", "expected"),
+    [
+        ([view("a"), view("b")], [], "a"),
+        ([view("a", live=False), view("b")], [], "b"),
+        ([view("a", pulls=False), view("b")], [], "b"),
+        ([view("b")], [], "b"),
+        ([view("a"), view("b")], ["a"], "b"),
+        ([view("a")], ["a"], None),
+        ([view("a"), view("b"), view("c")], ["a", "b"], None),
+        ([view("a", live=False), view("b", pulls=False)], [], None),
+    ],
+)
+def test_who_repeats_a_leg(
+    now: Sequence[EngineView], tried: list[str], expected: str | None
+) -> None:
+    """Who had it, then another; nobody twice, and only who lives and may be pulled from."""
+    planned = [view("b"), view("a"), view("c")]
+    chosen = next_engine(planned, "a", tried, Snapshot(engines=tuple(now)))
+    assert (None if chosen is None else chosen.name) == expected
+    assert len(tried) <= MAX_REPEATS
