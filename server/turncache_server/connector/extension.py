@@ -445,7 +445,7 @@ class Extension:
     def step_processed(self) -> None:
         """Hear that the oldest step has been processed: mark what it has written.
 
-        vLLM's ``take_events``, and ``get_kv_connector_stats`` right before it.
+        vLLM's ``take_events`` or ``get_kv_connector_stats``: it calls both once per processed step.
         """
         if not (self._heeds_steps or self._commands) or self.broken is not None:
             return

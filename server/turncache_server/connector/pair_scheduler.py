@@ -435,7 +435,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._stepped_at_s = self._clock()
         self._time_begins(scheduler_output)
         meta = TurncacheMetadata()
-        vars(meta).update(vars(super().build_connector_meta(scheduler_output)))
+        meta.__dict__.update(vars(super().build_connector_meta(scheduler_output)))
         for read in self._pulls.take_reads():
             self._order(meta, read)
         meta.failures = self._pulls.take_failures()
