@@ -435,7 +435,8 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._stepped_at_s = self._clock()
         self._time_begins(scheduler_output)
         meta = TurncacheMetadata()
-        meta.__dict__.update(vars(super().build_connector_meta(scheduler_output)))
+        for name, value in vars(super().build_connector_meta(scheduler_output)).items():
+            setattr(meta, name, value)
         for read in self._pulls.take_reads():
             self._order(meta, read)
         meta.failures = self._pulls.take_failures()
