@@ -10,6 +10,7 @@ import pytest
 
 from tests.builders import BLOCK, Conversation, Engine, World, tokens, world
 from turncache.protocol import Reason
+from turncache_server.control.messages import Peek
 from turncache_server.retention.mailbox import Signalled, SwitchMode
 from turncache_server.retention.values import Signal
 
@@ -240,7 +241,6 @@ def test_retained_blocks_can_always_be_had(seed: int, asynchronous: bool, made: 
             engine.abort(draw.choice(sorted(live)))
         engine.step()
         engine.check_free()
-        engine.check_named()
         made.now_s += 0.01
     engine.run()
     assert engine.extension.broken is None
@@ -248,6 +248,15 @@ def test_retained_blocks_can_always_be_had(seed: int, asynchronous: bool, made: 
     assert len({block.block_id for block in blocks}) == engine.num_blocks - 1
     engine.pool.free_blocks(blocks)
     engine.assert_no_leak()
+
+
+def test_an_engine_that_nobody_reads_from_looks_at_no_write(made: World) -> None:
+    """It knows what a session had, and names no block of it."""
+    engine = retaining(made)
+    engine.call("c1", tokens(80), session="s")
+    reply = engine.source.peek(Peek(session="s", hashes=engine.hashes(tokens(80))))
+    assert (reply.block_ids, reply.known) == ([], 80 // BLOCK)
+    assert engine.check_named() == 0
 
 
 def test_the_step_that_frees_a_call_makes_it_wanted_first(made: World) -> None:

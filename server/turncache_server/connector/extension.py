@@ -6,6 +6,10 @@ drained before the queue's choice and in the per-step hooks and nowhere else.
 
 A hook that fails switches the extension off for good, with one line: an exception that
 reached vLLM's scheduler would end the engine.
+
+An engine whose calls name no session should not notice us. So a hook that has nothing to note
+of such a call returns at once, and the two hooks of every step have their guard written out: as
+a wrapper it would cost as much as what they do.
 """
 
 from __future__ import annotations
@@ -106,6 +110,8 @@ class Extension:
         settings: how to act.
         clock: monotonic seconds.
         recorder: where to write down what the engine sees, None for nowhere.
+        readable: peers may read this engine's blocks, so it has to be known of each whether its
+            content is complete. What the steps write is looked at for that alone.
 
     Attributes:
         broken: why the extension is off for good, None while it works.
@@ -119,6 +125,7 @@ class Extension:
         answered: frozenset[Any],
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
+        readable: bool = True,
     ) -> None:
         self.facts = facts
         self.settings = settings
@@ -133,13 +140,20 @@ class Extension:
         self.source: Source | None = None
         self._answered = answered
         self._clock = clock
-        self._tracker = StepTracker(facts.block_size)
+        self._tracker = StepTracker(facts.block_size) if readable else None
+        # The mailbox's own: looked at in every step.
+        self._commands = self.mailbox.commands
         self._unproven = Unproven(self.ledger.epoch)
         self._queue: FreeQueue | None = None
         self._pool: Any = None
         self._block_map: Any = None
         self._stock_queue_type: type | None = None
+        # Calls of sessions; most hooks have nothing to do for any other.
         self._calls: dict[str, ServedCall] = {}
+        # Whether a session has ever been here: before, nothing is kept and time changes nothing.
+        self._has_sessions = False
+        # Whether anything is to be noted of a step beside what the mailbox holds.
+        self._heeds_steps = readable
         self._in_flight: set[str] = set()
         self._failed_loads: set[str] = set()
         self._ranked_at_s = float("-inf")
@@ -187,6 +201,7 @@ class Extension:
                 table=self.table,
                 before_choice=self._before_choice,
                 pending=self.mailbox.commands,
+                blocks=pool.blocks,
             )
         except ValueError as error:
             self.break_off(f"the pool's queue cannot be taken over: {error}")
@@ -198,9 +213,7 @@ class Extension:
             pool,
             self.ledger,
             self.mailbox,
-            serving=lambda: (
-                self.acting and self.ledger.in_order and not self.facts.unsupported_pull
-            ),
+            serving=self._may_be_read,
             known_blocks=self.table.known_blocks,
         )
         logger.info(
@@ -209,6 +222,15 @@ class Extension:
             self.settings.side.value,
             self.facts.num_blocks,
             self.facts.block_size,
+        )
+
+    def _may_be_read(self) -> bool:
+        """Whether peers are answered at present; for the control thread."""
+        return (
+            self._tracker is not None
+            and self.acting
+            and self.ledger.in_order
+            and not self.facts.unsupported_pull
         )
 
     def _adopt_scratch(self, stock: Any) -> FreeQueue:
@@ -223,6 +245,7 @@ class Extension:
         self.broken = why
         self.mode = self.requested_mode = Mode.OFF
         self._recording = None
+        self._heeds_steps = False
         self._in_flight.clear()
         self.ledger.in_order = False
         logger.error("turncache: off, the engine runs as stock: %s", why)
@@ -248,10 +271,15 @@ class Extension:
         if leg is not None:
             returns = self.settings.find is not Find.HINTS
             hints = leg.hinted(hints, request.request_id, returns=returns)
+        if hints is None and self._recording is None:
+            return None
+        if self._pool.cached_block_hash_to_block is not self._block_map:
+            self._cache_was_reset()
         if self._recording is not None:
             self._recording.arrived(request, hints, self._clock())
         if hints is None:
             return None
+        self._has_sessions = self._heeds_steps = True
         admission = None
         if self.mode is not Mode.OFF:
             admission = self.table.admit(
@@ -272,6 +300,8 @@ class Extension:
         """Read what a request says of its session; also when the extension is off."""
         params = request.sampling_params
         extra = getattr(params, "extra_args", None) or {}
+        if not extra and not request.session_id:
+            return None
         hints = EngineHints.from_xargs(extra, trusted=self.settings.trust_hints)
         if hints is None and request.session_id:
             # A client that sends the session id where vLLM reads it itself.
@@ -293,9 +323,13 @@ class Extension:
         if call is not None:
             call.refused, call.named = reason, named
 
-    @guarded
     def looked_at(self, request: Any, local_tokens: int) -> None:
         """Note the local hit; the last look before the first step counts."""
+        if self._calls or self._recording is not None:
+            self._looked_at(request, local_tokens)
+
+    @guarded
+    def _looked_at(self, request: Any, local_tokens: int) -> None:
         if request.num_preemptions:
             return
         if self._recording is not None:
@@ -304,7 +338,6 @@ class Extension:
         if call is not None:
             call.local = local_tokens
 
-    @guarded
     def admitted(self, request: Any, pull: Pull | None, *, handed_over: int = 0) -> None:
         """Put the record of a request that is about to be computed.
 
@@ -313,6 +346,11 @@ class Extension:
             pull: its pull, if it has one.
             handed_over: tokens that a stock hand-over brings.
         """
+        if self._calls or self._recording is not None:
+            self._admitted(request, pull, handed_over)
+
+    @guarded
+    def _admitted(self, request: Any, pull: Pull | None, handed_over: int) -> None:
         if request.num_preemptions:
             return
         if self._recording is not None:
@@ -343,10 +381,33 @@ class Extension:
         """Whether any call may find blocks that no source has confirmed."""
         return bool(self._unproven)
 
-    @guarded
     def step_scheduled(self, scheduler_output: Any) -> None:
-        """Note which blocks the step writes (``build_connector_meta``)."""
-        self._drain()
+        """Hear of a step, and in a readable engine which blocks it writes.
+
+        vLLM's ``build_connector_meta``.
+        """
+        if not (self._heeds_steps or self._commands) or self.broken is not None:
+            return
+        try:
+            if self._commands:
+                self._obey()
+            if self._tracker is not None:
+                self._note_writes(self._tracker, scheduler_output)
+            if self._calls and scheduler_output.scheduled_new_reqs:
+                self._note_siblings(scheduler_output.scheduled_new_reqs)
+            if self._pool.cached_block_hash_to_block is not self._block_map:
+                self._cache_was_reset()
+            if self._has_sessions:
+                self._time_passes()
+            if self._recording is not None:
+                self._recording.step_scheduled(
+                    scheduler_output.total_num_scheduled_tokens, self._clock()
+                )
+        except Exception as error:
+            logger.exception("turncache: hook step_scheduled failed")
+            self.break_off(f"step_scheduled failed: {type(error).__name__}: {error}")
+
+    def _note_writes(self, tracker: StepTracker, scheduler_output: Any) -> None:
         if scheduler_output.has_sync_kv_loads and self.ledger.in_order:
             # Ours never do: a sibling in a MultiConnector writes blocks before the step
             # and rewrites what is cached, so no mark says what a block holds.
@@ -354,14 +415,7 @@ class Extension:
             logger.error(
                 "turncache: a sibling connector loads KV synchronously: this engine is no source"
             )
-        self.ledger.schedule(self._tracker.writes(scheduler_output))
-        if self._calls:
-            self._note_siblings(scheduler_output.scheduled_new_reqs)
-        self._tick()
-        if self._recording is not None:
-            self._recording.step_scheduled(
-                scheduler_output.total_num_scheduled_tokens, self._clock()
-            )
+        self.ledger.schedule(tracker.writes(scheduler_output))
 
     def _note_siblings(self, new_requests: Any) -> None:
         """Count what a sibling connector has loaded as found in this engine: a host tier's."""
@@ -374,33 +428,49 @@ class Extension:
     @guarded
     def loads_failed(self, request_ids: set[str]) -> None:
         """Remember whose loads failed: their step marks nothing."""
-        self._failed_loads |= request_ids
+        if self._tracker is not None:
+            self._failed_loads |= request_ids
 
     @guarded
     def blocks_invalid(self, block_ids: set[int]) -> None:
         """Remember who computed on blocks that a sibling connector failed to load."""
-        self._failed_loads |= self._tracker.users(block_ids)
+        if self._tracker is not None:
+            self._failed_loads |= self._tracker.users(block_ids)
 
     @guarded
     def blocks_loaded(self, block_ids: list[int]) -> None:
         """Hear which pulled blocks their source has confirmed."""
         self.ledger.loaded(block_ids)
 
-    @guarded
     def step_processed(self) -> None:
-        """Mark what the oldest scheduled step has written (``take_events``)."""
-        was_in_order = self.ledger.in_order
+        """Hear that the oldest step has been processed: mark what it has written.
+
+        vLLM's ``take_events`` or ``get_kv_connector_stats``: it calls both once per processed step.
+        """
+        if not (self._heeds_steps or self._commands) or self.broken is not None:
+            return
+        try:
+            if self._tracker is not None:
+                self._mark()
+            if self._recording is not None:
+                self._recording.step_processed(self._clock())
+            if self._commands:
+                self._obey()
+        except Exception as error:
+            logger.exception("turncache: hook step_processed failed")
+            self.break_off(f"step_processed failed: {type(error).__name__}: {error}")
+
+    def _mark(self) -> None:
+        ledger = self.ledger
+        was_in_order = ledger.in_order
         # What is computed on unproven blocks is not proven either.
         if self._unproven.calls:
             self._failed_loads.update(self._unproven.calls)
-        self.ledger.processed(failed=self._failed_loads)
+        ledger.processed(failed=self._failed_loads)
         if self._failed_loads:
             self._failed_loads = set()
-        if was_in_order and not self.ledger.in_order:
+        if was_in_order and not ledger.in_order:
             logger.error("turncache: steps came back out of order: this engine is no source")
-        if self._recording is not None:
-            self._recording.step_processed(self._clock())
-        self._drain()
 
     @guarded
     def finished(
@@ -417,13 +487,15 @@ class Extension:
             self._forget_unproven()
         call = self._calls.pop(request.request_id, None)
         if call is None:
-            self._write_down(request, block_ids, None, None)
+            if self._recording is not None:
+                self._write_down(self._recording, request, block_ids, None, None)
             if self.mode is not Mode.OFF:
                 self.table.ordinary(len(block_ids), now_s=self._clock())
             return None
         record = call.record or call.recorded(pull)
         self.book.finish(call.hints.request, record)
-        self._write_down(request, block_ids, call.hints, record)
+        if self._recording is not None:
+            self._write_down(self._recording, request, block_ids, call.hints, record)
         if call.admission is None or self.mode is Mode.OFF:
             return None
         if request.status not in self._answered:
@@ -442,21 +514,21 @@ class Extension:
 
     def _write_down(
         self,
+        recorder: Recorder,
         request: Any,
         block_ids: list[int],
         hints: EngineHints | None,
         record: CallRecord | None,
     ) -> None:
-        if self._recording is not None:
-            self._recording.ended(
-                request,
-                hints,
-                record,
-                num_blocks=len(block_ids),
-                complete=self._num_complete(request, block_ids),
-                answered=request.status in self._answered,
-                now_s=self._clock(),
-            )
+        recorder.ended(
+            request,
+            hints,
+            record,
+            num_blocks=len(block_ids),
+            complete=self._num_complete(request, block_ids),
+            answered=request.status in self._answered,
+            now_s=self._clock(),
+        )
 
     def _num_complete(self, request: Any, block_ids: list[int]) -> int:
         # The last sampled token has no KV, so the block that it fills is not complete.
@@ -497,7 +569,7 @@ class Extension:
         self._drain()
 
     def _drain(self) -> None:
-        if self.mailbox.commands:
+        if self._commands:
             self._obey()
 
     def _obey(self) -> None:
@@ -560,20 +632,24 @@ class Extension:
             # What happened before is not known: the ghost begins with an empty cache.
             self._recorder.forgotten(self._clock())
         self._recording = self._recorder if wanted else None
+        self._heeds_steps = (
+            self._tracker is not None or self._has_sessions or self._recording is not None
+        )
 
-    def _tick(self) -> None:
+    def _time_passes(self) -> None:
         now_s = self._clock()
-        if self._pool is not None and self._pool.cached_block_hash_to_block is not self._block_map:
-            # A prefix-cache reset: what was wanted has no content any more.
-            self._block_map = self._pool.cached_block_hash_to_block
-            self._apply(self.table.clear())
-            if self._recording is not None:
-                self._recording.forgotten(now_s)
         self._apply(self.table.expire(now_s))
         if self._queue is not None and now_s - self._ranked_at_s >= RANK_EVERY_S:
             self._ranked_at_s = now_s
             if self._queue.num_retained:
                 self._queue.rank(self.table.victims(now_s))
+
+    def _cache_was_reset(self) -> None:
+        """Want nothing any more: the prefix cache was reset, and what was wanted is gone."""
+        self._block_map = self._pool.cached_block_hash_to_block
+        self._apply(self.table.clear())
+        if self._recording is not None:
+            self._recording.forgotten(self._clock())
 
     def _apply(self, effect: Effect) -> None:
         if self._queue is not None and effect.changed:

@@ -4,7 +4,7 @@ The ghost costs time for every block of every call. In the engine's process it w
 that time from the scheduler, whatever thread it ran on; so it has a process of its own,
 which ends when the engine's end of the pipe closes. The engine never waits for it.
 
-Frames on the pipe are a length and a msgpack array: the kind of event and its members.
+Frames on the pipe are a length and a msgpack array of events: the kind of each and its members.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,8 +66,10 @@ _KINDS: Final[tuple[type[Any], ...]] = (
     Forgotten,
 )
 _NUMBERS: Final = {kind: number for number, kind in enumerate(_KINDS)}
+_ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind) for kind in _KINDS)
-_LENGTH: Final = struct.Struct("<IB")
+_FRAME: Final = msgspec.msgpack.Decoder(list[tuple[int, msgspec.Raw]])
+_LENGTH: Final = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,16 +106,22 @@ class GhostTask:
 # --- on the wire ---------------------------------------------------------------------------
 
 
-def encode_event(event: Event) -> bytes:
-    """Return an event as one frame; hashes are cut to what is told apart."""
+def encode_events(events: Iterable[Event]) -> bytes:
+    """Return events as one frame, as they are: what can be done at the other end is done there."""
+    body = _ENCODER.encode([(_NUMBERS[type(event)], event) for event in events])
+    return _LENGTH.pack(len(body)) + body
+
+
+def _cut(event: Event) -> Event:
+    """Cut an event's hashes to what is told apart: a ghost remembers many."""
     if isinstance(event, Arrived):
-        event = event._replace(hashes=tuple(each[-_HASH_BYTES:] for each in event.hashes))
-    elif isinstance(event, Ended):
-        event = event._replace(more_hashes=tuple(each[-_HASH_BYTES:] for each in event.more_hashes))
-    elif isinstance(event, TailVerified):
-        event = event._replace(tail_hash=event.tail_hash[-_HASH_BYTES:])
-    body = msgspec.msgpack.encode(event)
-    return _LENGTH.pack(len(body), _NUMBERS[type(event)]) + body
+        return event._replace(hashes=tuple(each[-_HASH_BYTES:] for each in event.hashes))
+    if isinstance(event, Ended):
+        hashes = tuple(each[-_HASH_BYTES:] for each in event.more_hashes)
+        return event._replace(more_hashes=hashes)
+    if isinstance(event, TailVerified):
+        return event._replace(tail_hash=event.tail_hash[-_HASH_BYTES:])
+    return event
 
 
 class Frames:
@@ -123,18 +131,19 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Yield the events that are complete with ``data``."""
+        """Yield the events that are complete with ``data``, their hashes cut."""
         buffer = self._buffer
         buffer += data
         at = 0
         while len(buffer) - at >= _LENGTH.size:
-            length, number = _LENGTH.unpack_from(buffer, at)
+            (length,) = _LENGTH.unpack_from(buffer, at)
             end = at + _LENGTH.size + length
             if len(buffer) < end:
                 break
-            event: Event = _DECODERS[number].decode(buffer[at + _LENGTH.size : end])
+            events = _FRAME.decode(buffer[at + _LENGTH.size : end])
             at = end
-            yield event
+            for number, event in events:
+                yield _cut(_DECODERS[number].decode(event))
         del buffer[:at]
 
 
@@ -188,9 +197,9 @@ class GhostProcess:
             stopping = False
             while not stopping:
                 stopping = self._stop.wait(SHIP_EVERY_S)
-                for event in self._recorder.drain():
-                    process.stdin.write(encode_event(event))
-                process.stdin.flush()
+                if events := self._recorder.drain():
+                    process.stdin.write(encode_events(events))
+                    process.stdin.flush()
             process.stdin.close()
             listener.join()
 

@@ -106,7 +106,8 @@ class Reporter:
             last: no other is in flight, so that another step may not come soon.
         """
         soon_s = self._told_at_s if last else self._told_at_s + self.HURRY_EVERY_S
-        self._next_s = min(self._next_s, soon_s)
+        if soon_s < self._next_s:  # noqa: PLR1730 - min() is a call per call that ends
+            self._next_s = soon_s
 
     def report(self) -> TurncacheStats | None:
         """Return what has changed, None while it is not yet time.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from turncache.protocol import EngineHints
@@ -31,8 +32,23 @@ CAPACITY: Final = 16_384
 LEAST_PREFILL_TOKENS: Final = 256
 #: How often time is reported while nothing else happens, as the extension ranks.
 TICK_EVERY_S: Final = 0.25
-#: Steps in flight that are timed; more than vLLM keeps.
+#: Large steps in flight that are timed; more than vLLM keeps.
 _MAX_STEPS: Final = 16
+
+
+@dataclass(slots=True)
+class _LargeStep:
+    """A step in flight that is timed.
+
+    Attributes:
+        number: how many steps were scheduled before it.
+        tokens: that it computes.
+        began_s: when the engine could begin with it, as far as known.
+    """
+
+    number: int
+    tokens: int
+    began_s: float
 
 
 class Recorder:
@@ -63,8 +79,9 @@ class Recorder:
         self._missed = False
         self._local: dict[str, int] = {}
         self._num_hashes: dict[str, int] = {}
-        self._steps: deque[tuple[int, float]] = deque(maxlen=_MAX_STEPS)
-        self._processed_at_s = 0.0
+        self._num_scheduled = 0
+        self._num_processed = 0
+        self._large: deque[_LargeStep] = deque(maxlen=_MAX_STEPS)
         self._prefill_tokens = 0
         self._prefill_s = 0.0
         self._ticked_at_s = float("-inf")
@@ -136,21 +153,30 @@ class Recorder:
 
     def step_scheduled(self, num_tokens: int, now_s: float) -> None:
         """Note a step, and that time has passed."""
-        self._steps.append((num_tokens, now_s))
+        if num_tokens >= LEAST_PREFILL_TOKENS:
+            self._large.append(_LargeStep(self._num_scheduled, num_tokens, now_s))
+        self._num_scheduled += 1
         if self._changed or now_s - self._ticked_at_s >= TICK_EVERY_S:
             self._changed = False
             self._ticked_at_s = now_s
             self._append(Ticked(now_s, self._prefill_tokens, self._prefill_s))
 
     def step_processed(self, now_s: float) -> None:
-        """Time the oldest step, from when the engine could begin with it."""
-        if not self._steps:
+        """Hear that the oldest step has been processed; a large one has taken until now."""
+        if self._num_processed == self._num_scheduled:
+            return  # it was scheduled before the recording
+        number = self._num_processed
+        self._num_processed = number + 1
+        if not self._large:
             return
-        num_tokens, scheduled_at_s = self._steps.popleft()
-        if num_tokens >= LEAST_PREFILL_TOKENS:
-            self._prefill_tokens += num_tokens
-            self._prefill_s += now_s - max(scheduled_at_s, self._processed_at_s)
-        self._processed_at_s = now_s
+        large = self._large[0]
+        if number == large.number:
+            self._prefill_tokens += large.tokens
+            self._prefill_s += now_s - large.began_s
+            self._large.popleft()
+        if self._large and self._large[0].number == number + 1:
+            # It was scheduled while this one ran.
+            self._large[0].began_s = now_s
 
     def signalled(self, session: str, kind: Signal, expect_s: float | None, now_s: float) -> None:
         """Write down what the world said about a session."""
@@ -166,7 +192,8 @@ class Recorder:
         """Write down that what the cache holds is unknown: a reset, or a pause of recording."""
         self._local.clear()
         self._num_hashes.clear()
-        self._steps.clear()
+        self._large.clear()
+        self._num_processed = self._num_scheduled
         begin, self._on_first = self._on_first, None
         if begin is not None:
             begin()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -62,7 +61,11 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
             settings = settings_for(settings, facts.vllm_version)
             self._observer = Observer(facts, settings)
             self._extension = Extension(
-                facts, settings, answered=_compat.ANSWERED, recorder=self._observer.recorder
+                facts,
+                settings,
+                answered=_compat.ANSWERED,
+                recorder=self._observer.recorder,
+                readable=False,
             )
             self._reporter = Reporter(
                 self._extension.counters, self._extension.gauges, time.monotonic
@@ -112,44 +115,40 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
             self._extension.admitted(request, None)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Note the step's writes; there is nothing to tell the workers."""
+        """Hear of the step; there is nothing to tell the workers."""
         if self._extension is not None:
             self._extension.step_scheduled(scheduler_output)
         return _NOTHING
 
-    def take_events(self) -> Iterable[Any]:
-        """Mark what the oldest step has written; called once per processed step."""
-        if self._extension is not None:
-            self._extension.step_processed()
-        return ()
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the call's blocks wanted; never delay their freeing.
 
-    def update_connector_output(self, connector_output: Any) -> None:
-        """Remember failed loads of sibling connectors: their step marks nothing."""
-        if self._extension is None:
-            return
-        if connector_output.failed_recving:
-            self._extension.loads_failed(set(connector_output.failed_recving))
-        if connector_output.invalid_block_ids:
-            self._extension.blocks_invalid(set(connector_output.invalid_block_ids))
+        Only one group is supported: more have switched the extension off.
+        """
+        extension, reporter = self._extension, self._reporter
+        if extension is not None and reporter is not None:
+            extension.finished(request, block_ids[0], None)
+            reporter.hurry(last=extension.idle)
+        return False, None
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the call's blocks wanted; never delay their freeing."""
-        if self._extension is not None and self._reporter is not None:
-            self._extension.finished(request, block_ids, None)
-            self._reporter.hurry(last=self._extension.idle)
-        return False, None
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Likewise; only one group is supported, more have switched the extension off."""
-        return self.request_finished(request, list(block_ids[0]))
+        """Likewise; a ``MultiConnector`` asks so when a sibling knows no groups."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what vLLM is to carry to its ``/metrics``."""
-        return None if self._reporter is None else self._reporter.report()
+        """Return what vLLM is to carry to its ``/metrics``.
+
+        The scheduler asks once per processed step, so this is where we hear of its end as well.
+        """
+        extension, reporter = self._extension, self._reporter
+        if extension is None or reporter is None:
+            return None
+        extension.step_processed()
+        return reporter.report()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

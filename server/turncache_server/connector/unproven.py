@@ -9,7 +9,7 @@ could never be returned, because a peek ends at the first block without a mark.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 
 class Unproven:
@@ -17,35 +17,33 @@ class Unproven:
 
     Args:
         epoch: present epoch of each block; an entry holds for one epoch of its block.
+
+    Attributes:
+        calls: calls in flight that compute on unproven blocks, each with the index of its first
+            one; to be looked at only.
     """
 
     def __init__(self, epoch: Sequence[int]) -> None:
         self._epoch = epoch
         # At most one entry per block of the pool.
         self._blocks: dict[int, int] = {}
-        # Calls in flight, each with the index of its first unproven block.
-        self._calls: dict[str, int] = {}
+        self.calls: dict[str, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._blocks)
 
-    @property
-    def calls(self) -> Collection[str]:
-        """Calls in flight that compute on unproven blocks."""
-        return self._calls.keys()
-
     def brought(self, request_id: str, block_ids: Sequence[int], first: int) -> None:
         """Hear that a stock hand-over fills a call's blocks from index ``first`` on."""
-        self._calls[request_id] = min(first, self._calls.get(request_id, first))
+        self.calls[request_id] = min(first, self.calls.get(request_id, first))
         self._add(block_ids[first:])
 
     def admitted(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Look whether an admitted call has found unproven blocks in the prefix cache."""
-        if request_id in self._calls:
+        if request_id in self.calls:
             return
         for index, block_id in enumerate(block_ids):
             if self._blocks.get(block_id) == self._epoch[block_id]:
-                self._calls[request_id] = index
+                self.calls[request_id] = index
                 return
 
     def ended(self, request_id: str, block_ids: Sequence[int]) -> bool:
@@ -53,7 +51,7 @@ class Unproven:
 
         All its blocks from the first such on have been computed on them.
         """
-        first = self._calls.pop(request_id, None)
+        first = self.calls.pop(request_id, None)
         if first is None:
             return False
         self._add(block_ids[first:])
@@ -64,7 +62,7 @@ class Unproven:
         found = {
             block_id for block_id, epoch in self._blocks.items() if self._epoch[block_id] == epoch
         }
-        if not self._calls:
+        if not self.calls:
             # Calls in flight may not have them in the cache yet, and can be joined until they end.
             self._blocks.clear()
         return found

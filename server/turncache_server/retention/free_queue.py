@@ -160,7 +160,9 @@ class FreeQueue:
         """Hand out the first ``n`` free blocks; there must be as many, ``n`` may be 0."""
         if self._pending:
             self._before_choice()
-        if n > self.num_free_blocks - self.num_retained or not self._retaining:
+        if n > self.num_free_blocks - self.num_retained or (
+            not self._retaining and self._board.num_wanted
+        ):
             return self._pop(n)
         # The common case without a further call: a decode step takes blocks one by one.
         self.num_free_blocks -= n

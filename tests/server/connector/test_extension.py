@@ -196,6 +196,16 @@ def test_a_reset_of_the_prefix_cache_ends_retention(desk: Desk) -> None:
     assert desk.extension.gauges()["retained_blocks"] == 0
 
 
+def test_a_reset_of_an_idle_engine_is_over_before_the_next_call(desk: Desk) -> None:
+    """The call's session stays in flight: it has arrived after the reset."""
+    desk.call(num_blocks=2)
+    desk.pool.reset_prefix_cache()
+    call = request("r2", num_blocks=4)
+    desk.extension.arrived(call)
+    desk.admit(call)
+    assert desk.extension.table.stats().sessions_in_flight == 1
+
+
 def test_an_ordinary_request_leaves_no_trace(desk: Desk) -> None:
     """Without a session nothing is admitted, kept or recorded."""
     desk.call(session=None)

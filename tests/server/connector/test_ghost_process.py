@@ -13,7 +13,7 @@ import pytest
 from tests.server.connector.pool_fakes import facts, request
 from turncache_server.connector import ghost_process
 from turncache_server.connector.config import Settings
-from turncache_server.connector.ghost_process import GhostHost, GhostProcess, encode_event
+from turncache_server.connector.ghost_process import GhostHost, GhostProcess, encode_events
 from turncache_server.connector.observing import Observer, ghost_task
 from turncache_server.connector.recorder import Recorder
 from turncache_server.connector.trace_files import TraceFiles
@@ -79,7 +79,7 @@ def test_a_process_that_cannot_start_is_told_and_nothing_more_is_recorded(
 def test_the_process_ends_when_the_engine_is_gone() -> None:
     """Its end of the pipe closes however the engine dies; nobody has to tell it."""
     task = ghost_task(facts(), Settings())
-    data = b"".join(map(encode_event, recorded(2).drain()))
+    data = encode_events(recorded(2).drain())
     ran = subprocess.run(
         [sys.executable, "-m", ghost_process.__name__, task.to_json()],
         input=data,

@@ -14,7 +14,7 @@ from tests.server.connector.test_extension import BLOCK_SIZE, NUM_BLOCKS, Desk
 from turncache.protocol import Mode
 from turncache_server.connector.config import Settings
 from turncache_server.connector.extension import Extension
-from turncache_server.connector.ghost_process import Frames, GhostTask, encode_event
+from turncache_server.connector.ghost_process import Frames, GhostTask, encode_events
 from turncache_server.connector.observing import ghost_task
 from turncache_server.connector.recorder import Recorder
 from turncache_server.connector.service import Service
@@ -198,7 +198,7 @@ def test_events_come_out_of_the_pipe_as_they_went_in() -> None:
     desk.extension.mailbox.post(HandedOver(b"tail"))
     desk.rest()
     events = desk.recorder.drain()
-    data = b"".join(map(encode_event, events))
+    data = encode_events(events[:3]) + encode_events(events[3:])
     for size in (1, 7, len(data)):
         frames = Frames()
         out = [e for at in range(0, len(data), size) for e in frames.feed(data[at : at + size])]
