@@ -51,8 +51,11 @@ from turncache_server.retention.values import Signal as Kind
 
 logger = logging.getLogger(__name__)
 
-#: How often the order of the lineages is computed anew, at most.
+#: How often the order of the lineages is computed anew while nothing else asks for it.
 RANK_EVERY_S: Final = 0.25
+#: So many times what it took passes before it is computed again, whatever has changed: it takes
+#: time for each lineage, and the engine waits for it.
+RANK_REST: Final = 20
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -142,7 +145,10 @@ class Extension:
         self._calls: dict[str, ServedCall] = {}
         self._in_flight: set[str] = set()
         self._failed_loads: set[str] = set()
-        self._ranked_at_s = float("-inf")
+        # When the lineages are ordered next, and before when they are not, whatever happens.
+        self._rank_s = self._rank_not_before_s = float("-inf")
+        # The mode has become *on*, and what nobody has confirmed is still in the prefix cache.
+        self._must_forget = False
         self._on_mode: list[Callable[[Mode], None]] = []
         self._also_counted: list[Callable[[], Mapping[str, float]]] = []
         self._recorder = recorder
@@ -199,9 +205,14 @@ class Extension:
             self.ledger,
             self.mailbox,
             serving=lambda: (
-                self.acting and self.ledger.in_order and not self.facts.unsupported_pull
+                # Asked for, too: an idle engine obeys only when the next call comes.
+                self.acting
+                and self.requested_mode is Mode.ON
+                and self.ledger.in_order
+                and not self.facts.unsupported_pull
             ),
             known_blocks=self.table.known_blocks,
+            awaits=self.table.awaits,
         )
         logger.info(
             "turncache: mode %s, side %s, %d blocks of %d tokens",
@@ -244,6 +255,7 @@ class Extension:
         """
         self._in_flight.add(request.request_id)
         self._drain()
+        self._forget_if_due()
         hints = self.hints_of(request)
         if leg is not None:
             returns = self.settings.find is not Find.HINTS
@@ -347,6 +359,7 @@ class Extension:
     def step_scheduled(self, scheduler_output: Any) -> None:
         """Note which blocks the step writes (``build_connector_meta``)."""
         self._drain()
+        self._forget_if_due()
         if scheduler_output.has_sync_kv_loads and self.ledger.in_order:
             # Ours never do: a sibling in a MultiConnector writes blocks before the step
             # and rewrites what is cached, so no mark says what a block holds.
@@ -403,9 +416,7 @@ class Extension:
         self._drain()
 
     @guarded
-    def finished(
-        self, request: Any, block_ids: list[int], pull: Pull | None
-    ) -> tuple[str, float] | None:
+    def finished(self, request: Any, block_ids: list[int]) -> tuple[str, float] | None:
         """Keep an answered call's blocks wanted; called before vLLM frees them.
 
         Returns:
@@ -421,8 +432,10 @@ class Extension:
             if self.mode is not Mode.OFF:
                 self.table.ordinary(len(block_ids), now_s=self._clock())
             return None
-        record = call.record or call.recorded(pull)
-        self.book.finish(call.hints.request, record)
+        # One that leaves before it was let in has computed nothing, and so lost nothing.
+        record = call.record
+        if record is not None:
+            self.book.finish(call.hints.request, record)
         self._write_down(request, block_ids, call.hints, record)
         if call.admission is None or self.mode is Mode.OFF:
             return None
@@ -521,7 +534,7 @@ class Extension:
                 )
                 self._apply(effect)
                 # What is worth most may be another lineage now, though no block has changed.
-                self._ranked_at_s = float("-inf")
+                self._rank_s = self._rank_not_before_s
             elif isinstance(command, SwitchMode):
                 self._switch(Mode(command.mode))
 
@@ -541,11 +554,16 @@ class Extension:
             self._apply(self.table.clear())
         if self._queue is not None:
             self._queue.retaining = mode is Mode.ON
-        if mode is Mode.ON:
-            self._forget_unproven()
+        # Not here: the scheduler may be about to give such blocks to a call of which we hear later.
+        self._must_forget = mode is Mode.ON
         self._record_or_not()
         for listener in self._on_mode:
             listener(mode)
+
+    def _forget_if_due(self) -> None:
+        if self._must_forget:
+            self._must_forget = False
+            self._forget_unproven()
 
     def _forget_unproven(self) -> None:
         if self._pool is not None and (block_ids := self._unproven.take()):
@@ -570,15 +588,21 @@ class Extension:
             if self._recording is not None:
                 self._recording.forgotten(now_s)
         self._apply(self.table.expire(now_s))
-        if self._queue is not None and now_s - self._ranked_at_s >= RANK_EVERY_S:
-            self._ranked_at_s = now_s
-            if self._queue.num_retained:
-                self._queue.rank(self.table.victims(now_s))
+        if self._queue is not None and now_s >= self._rank_s:
+            self._rank(self._queue, now_s)
+
+    def _rank(self, queue: FreeQueue, now_s: float) -> None:
+        self._rank_s = now_s + RANK_EVERY_S
+        if queue.num_retained:
+            queue.rank(self.table.victims(now_s))
+            done_s = self._clock()
+            self._rank_not_before_s = done_s + RANK_REST * (done_s - now_s)
+            self._rank_s = max(self._rank_s, self._rank_not_before_s)
 
     def _apply(self, effect: Effect) -> None:
         if self._queue is not None and effect.changed:
             self._queue.reclassify(effect.changed, effect.dead)
-            self._ranked_at_s = float("-inf")
+            self._rank_s = self._rank_not_before_s
 
     # --- for the control thread: reads only ---------------------------------------------------
 

@@ -84,6 +84,7 @@ class Pull:
         block_map: the own prefix-cache map when the read began; another one at the end
             means a reset in between, and nothing is used.
         known_blocks: leading blocks that the source once computed for the session.
+        began: a read was begun.
         reason: why no more was pulled, None while it goes well.
     """
 
@@ -108,6 +109,7 @@ class Pull:
     verify: Future[VerifyReply] | None = None
     returned_blocks: int = 0
     known_blocks: int = 0
+    began: bool = False
     reason: Reason | None = None
     aborted: bool = False
     pull_s: float = 0.0
@@ -144,12 +146,14 @@ class HandBack:
     Attributes:
         loaded_blocks: blocks whose content was confirmed.
         num_verified: pulls of which at least one block was confirmed.
+        transfer_s: how long each of these took, from the begin of its read.
     """
 
     add: set[str] = field(default_factory=set)
     hold: set[str] = field(default_factory=set)
     loaded_blocks: list[int] = field(default_factory=list)
     num_verified: int = 0
+    transfer_s: list[float] = field(default_factory=list)
 
 
 class PullBook:
@@ -447,6 +451,7 @@ class PullBook:
             return None
         pull.state = PullState.READING
         self._reading[pull.request_id] = pull
+        pull.began = True
         pull.reason = None
         pull.request = request
         pull.blocks = list(blocks[first : first + count])
@@ -555,6 +560,7 @@ class PullBook:
         pull.request.num_computed_tokens = (pull.local_blocks + valid) * self._block_size
         back.add.add(pull.request_id)
         back.num_verified += 1
+        back.transfer_s.append(now_s - pull.reading_at_s)
         back.loaded_blocks.extend(block.block_id for block in pull.blocks[:valid])
         self._close(pull)
 

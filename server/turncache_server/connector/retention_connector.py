@@ -20,7 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from turncache.errors import ConfigError
 from turncache_server.connector import _compat
-from turncache_server.connector.config import SECTION, Find, engine_facts, parse_settings
+from turncache_server.connector.config import (
+    SECTION,
+    Find,
+    engine_facts,
+    of_rank,
+    parse_settings,
+)
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.metrics import Reporter, TurncacheMetrics, TurncacheStats
 from turncache_server.connector.observing import Observer
@@ -60,6 +66,7 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             facts = engine_facts(vllm_config, kv_cache_config, _compat.VLLM_VERSION)
             settings = settings_for(settings, facts.vllm_version)
+            settings = of_rank(settings, vllm_config.parallel_config.data_parallel_index)
             self._observer = Observer(facts, settings)
             self._extension = Extension(
                 facts, settings, answered=_compat.ANSWERED, recorder=self._observer.recorder
@@ -137,7 +144,7 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep the call's blocks wanted; never delay their freeing."""
         if self._extension is not None and self._reporter is not None:
-            self._extension.finished(request, block_ids, None)
+            self._extension.finished(request, block_ids)
             self._reporter.hurry(last=self._extension.idle)
         return False, None
 
