@@ -785,7 +785,7 @@ def test_an_idle_engine_that_obeys_later_is_said_to_be_empty(desk: Desk) -> None
 
 
 def test_an_idle_engine_hears_of_every_session_that_leaves_it(desk: Desk) -> None:
-    """While it is drained others take from it and it steps no more: its mailbox must not be full."""
+    """While it is drained others take from it and it steps no more: its mailbox must have room."""
     for number in range(10):
         desk.call(f"r{number}", session=f"s{number}", num_blocks=2, first=10 * number)
     for number in range(2000):
