@@ -317,6 +317,7 @@ def test_a_call_that_leaves_before_it_was_let_in_counts_nowhere(desk: Desk) -> N
     assert desk.extension.counters() == before
     assert not desk.record().found
     assert desk.extension.idle
+    assert desk.extension.broken is None
 
 
 # --- source ----------------------------------------------------------------------------------
