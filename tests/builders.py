@@ -98,7 +98,7 @@ class WrongKV(AssertionError):
 
 @functools.cache
 def model_folder() -> str:
-    """Write a model configuration, without tokenizer and weights; nothing loads them."""
+    """Write a model configuration without tokenizer, and weights that nothing loads."""
     folder = Path(tempfile.mkdtemp(prefix="turncache-model-"))
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -114,6 +114,7 @@ def model_folder() -> str:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.bin").write_bytes(b"compared, not loaded")
     return str(folder)
 
 
@@ -130,6 +131,7 @@ def make_config(
     max_requests: int = 8,
     max_model_len: int = 2048,
     async_scheduling: bool = False,
+    data_parallel_index: int = 0,
     **args: Any,
 ) -> Any:
     """Make vLLM's configuration of one engine."""
@@ -146,6 +148,8 @@ def make_config(
         **args,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = num_blocks
+    # As of a rank of a dense model, which vLLM makes an engine of its own.
+    config.parallel_config.data_parallel_index = data_parallel_index
     # The CPU platform forces it off; on GPUs it is on.
     config.scheduler_config.async_scheduling = async_scheduling
     return config

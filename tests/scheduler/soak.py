@@ -176,6 +176,7 @@ class Soak:
             extension.mailbox,
             serving=lambda: extension.acting and extension.ledger.in_order,
             known_blocks=extension.table.known_blocks,
+            awaits=extension.table.awaits,
         )
         manager, connector = engine.scheduler.kv_cache_manager, engine.scheduler.connector
         scheduler = engine.scheduler

@@ -271,6 +271,24 @@ def test_a_pool_with_retained_blocks_gives_all_of_them_out() -> None:
     assert table.stats().evicted_wanted_blocks_total == 6
 
 
+def test_a_million_blocks_and_sessions_that_never_come_back() -> None:
+    """What is remembered of them is bounded, and all that they kept can be had in one call."""
+    num_blocks, num_sessions, length = 1_000_000, 10_200, 4
+    pool, ledger, table = adopted_pool(num_blocks)
+    most = Limits(num_blocks=num_blocks).max_sessions
+    for number in range(num_sessions):
+        retain(pool, ledger, table, pool.get_new_blocks(length), f"s{number}-")
+    stats, queue = table.stats(), pool.free_block_queue
+    assert (stats.sessions, stats.known_blocks) == (most, most * length)
+    queue.reclassify(table.expire(0).changed)
+    assert queue.num_retained == stats.wanted_blocks == most * length
+    assert pool.get_num_free_blocks() == num_blocks - 1
+    assert len(pool.get_new_blocks(num_blocks - 1)) == num_blocks - 1
+    assert (queue.num_retained, table.stats().wanted_blocks, table.board.wanting) == (0, 0, {})
+    queue.rank(table.victims(0))
+    assert queue._shelves._shelves == {}
+
+
 def test_a_hit_on_retained_blocks_survives_a_flood() -> None:
     """The reason for all of this: stock would have lost them."""
     pool, ledger, table = adopted_pool()

@@ -12,7 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from tests.builders import BLOCK, Conversation, Engine, World, pair, world
+from tests.builders import BLOCK, Conversation, Engine, World, pair, tokens, world
+from turncache.protocol import Reason
 from turncache_server import connector as ours
 from turncache_server.connector.metric_table import COUNTER_METRICS, GAUGE_METRICS
 from turncache_server.connector.metrics import (
@@ -108,9 +109,25 @@ def test_pulls_are_counted_by_result(made: World) -> None:
     record = prefill.record(talk.call(prefill, 10, source="decode-0"))
     assert record.returned > 0
     assert exposed["turncache_pulls_total result=verified"] == 1
-    assert exposed["turncache_pulled_blocks_total"] == record.returned // BLOCK
+    num_blocks = record.returned // BLOCK
+    assert exposed["turncache_pulled_blocks_total"] == num_blocks
+    size_bytes = prefill.extension.facts.block_bytes
+    assert exposed["turncache_transfer_bytes_total"] == num_blocks * size_bytes > 0
+    assert exposed["turncache_transfer_seconds_count"] == 1
     prefill.call("x", talk.more(50), session="s", source="nobody")
     assert exposed["turncache_pulls_total result=source_unknown"] == 1
+
+
+def test_pulls_that_are_never_begun_are_counted_by_why(made: World) -> None:
+    """Decided on arrival or when the answer is there: whoever is asked gets one count."""
+    prefill, decode = pair(made)
+    exposed = Exposed(prefill, nixl=True)
+    decode.call("d", tokens(60), session="s")
+    decode.scheduler.reset_prefix_cache()
+    prefill.call("p", tokens(60), session="s", source="decode-0")
+    assert prefill.record("p").reason is Reason.EVICTED
+    assert exposed["turncache_pulls_total result=evicted"] == 1
+    assert exposed["turncache_pulls_total result=verified"] == 0
 
 
 def test_an_engine_that_does_nothing_reports_nothing(made: World) -> None:

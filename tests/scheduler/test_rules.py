@@ -17,9 +17,10 @@ from tests.builders import BLOCK, Engine, World, pair, reading, tokens, world
 from tests.scheduler.mutants import MUTANTS
 from turncache.errors import ConfigError, EngineFault
 from turncache.protocol import Reason
-from turncache_server.connector import turncache_connector
+from turncache_server.connector import _compat, turncache_connector
 from turncache_server.connector.peers import PeerState
-from turncache_server.control.messages import Peek
+from turncache_server.connector.service import Service
+from turncache_server.control.messages import ModeReply, Peek, SetMode
 from turncache_server.cost_profile import CALIBRATED, dump_profile
 from turncache_tools.plan.priors import prior
 
@@ -307,6 +308,24 @@ def test_rule_6_an_incompatible_peer_is_never_asked(held: World) -> None:
     assert prefill.peers.questions == []
 
 
+def test_rule_6_weights_are_read_where_vllm_has_put_them(tmp_path: Path) -> None:
+    """In ``--download-dir`` too: else nothing would be known of them, and nothing pulled."""
+    commit = "c0ffee" + 34 * "0"
+    model = tmp_path / "models--org--tiny"
+    snapshot = model / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").write_bytes(b"w")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="org/tiny", revision=None),
+        load_config=SimpleNamespace(download_dir=str(tmp_path)),
+    )
+    assert _compat.model_folder(config) == snapshot
+    config.load_config.download_dir = str(tmp_path / "elsewhere")
+    assert _compat.model_folder(config) is None
+
+
 def test_rule_6_handshakes_are_done_before_the_first_call(held: World) -> None:
     """The workers shake hands with every compatible peer once, without a call waiting for it."""
     held.hold = False
@@ -483,3 +502,64 @@ def test_rule_8_costs_of_a_profile_decide_from_the_first_call_on(
         assert (prefill.record("r").reason is Reason.DEARER) is bool(named)
         for engine in (prefill, decode):
             engine.assert_no_leak()
+
+
+#: What a request has of a kind that was never proven, and the reader's scheduler does not.
+KINDS: dict[str, Any] = {
+    "lora_request": object(),
+    "mm_features": [object()],
+    "prompt_embeds": object(),
+    "resumable": True,
+    "pooling_params": object(),
+    "skip_reading_prefix_cache": True,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rule_9_requests_of_kinds_that_were_never_proven_are_computed(kind: str) -> None:
+    """Nobody is asked for them, and the record says why; what they compute is kept as any."""
+    with world() as made:
+        prefill, decode = pair(made)
+        decode.call("d", tokens(60), session="s")
+        connector = prefill.scheduler.connector
+        arrived = connector.on_new_request
+
+        def of_that_kind(request: Any) -> None:
+            before = getattr(request, kind)
+            setattr(request, kind, KINDS[kind])
+            arrived(request)
+            setattr(request, kind, before)
+
+        connector.on_new_request = of_that_kind
+        prefill.call("p", tokens(60), session="s", source="decode-0")
+        record = prefill.record("p")
+        assert (record.reason, record.returned) == (Reason.UNSUPPORTED, 0)
+        assert made.transfers == []
+        connector.on_new_request = arrived
+        assert len(prefill.pulls) == 0
+        assert prefill.extension.gauges()["retained_blocks"] == 60 // BLOCK
+        prefill.assert_no_leak()
+
+
+@pytest.mark.parametrize("length", range(6 * BLOCK, 7 * BLOCK + 1))
+def test_rule_10_decode_computes_at_most_one_block_of_a_prompt(length: int) -> None:
+    """The tail that is not in a full block before the last token, however long the prompt is."""
+    with world() as made:
+        prefill, decode = pair(made)
+        prefill.call("p", tokens(length), session="s", handover=True, retain_s=0.0)
+        decode.call("d", tokens(length), session="s", source="prefill-0", max_tokens=3)
+        assert 1 <= decode.record("d").computed <= BLOCK
+
+
+def test_rule_10_prompts_are_handed_over_as_stock_where_decode_holds_prefills_back() -> None:
+    """The last block of a pulled prompt would wait for the interval; the router is told."""
+    with world() as made:
+        settings = {"side": "decode"}
+        decode = Engine(
+            made, "decode-0", peers=["prefill-0"], settings=settings, prefill_schedule_interval=4
+        )
+        assert decode.extension.broken is None
+        assert any("interval of 4" in why for why in decode.extension.facts.unsupported_pull)
+        reply = Service(decode.extension, fingerprint={})(SetMode())
+        assert isinstance(reply, ModeReply)
+        assert (reply.mode, reply.pulls) == ("on", False)

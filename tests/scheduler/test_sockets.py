@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.builders import BLOCK, Engine, World, tokens, world
+from tests.scheduler.test_metrics import Exposed
 from turncache.protocol import Reason
 from turncache_server.connector.peers import PeerState
 from turncache_server.control.client import ControlClient, switch_mode
@@ -44,10 +45,16 @@ def client() -> Iterator[ControlClient]:
 
 
 def free_address() -> str:
-    """Return a loopback address that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    """Return a loopback address that nobody listens at, nor at the next port."""
+    while True:
+        with socket.socket() as probe, socket.socket() as beside:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+            try:
+                beside.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return f"tcp://127.0.0.1:{port}"
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -98,11 +105,14 @@ def address(engine: Engine) -> str:
 def test_a_return_over_real_sockets(asynchronous: bool, made: World) -> None:
     """Peek and verify travel over ZMQ while the engine goes on stepping."""
     prefill, decode = connected(made, async_scheduling=asynchronous)
+    exposed = Exposed(prefill, nixl=True)
     history = decode.call("d", tokens(60), session="s", max_tokens=8)
     prefill.call("p", [*history, *tokens(10, start=4)], session="s", source="decode-0")
     record = prefill.record("p")
     assert record.returned == (68 - 1) // BLOCK * BLOCK
     assert record.lost == 0
+    assert exposed["turncache_peek_seconds_count"] == 1
+    assert 0 < exposed["turncache_peek_seconds_sum"] < 20
     for engine in (prefill, decode):
         engine.assert_no_leak()
 
@@ -189,6 +199,29 @@ def test_an_incompatible_engine_is_not_pulled_from(
     assert made.transfers == []
 
 
+def test_ranks_of_one_configuration_are_engines_of_their_own(
+    made: World, client: ControlClient
+) -> None:
+    """Each has a control socket, a name and a NIXL port, so that a rank can be pulled from."""
+    host, _, port = free_address().rpartition(":")
+    settings = {"control_address": f"{host}:{port}", "name": "decode-0", "side": "decode"}
+    ranks = [
+        Engine(made, f"decode-0-{n}", settings=settings, data_parallel_index=n) for n in range(2)
+    ]
+    hellos = []
+    for number, rank in enumerate(ranks):
+        assert address(rank) == f"{host}:{int(port) + number}"
+        hellos.append(client.ask(address(rank), Hello(), HelloReply, timeout_s=5))
+    assert [hello.name for hello in hellos] == ["decode-0", "decode-0_dp1"]
+    assert hellos[1].nixl_port == hellos[0].nixl_port + 1
+    peers = {hello.name: address(rank) for hello, rank in zip(hellos, ranks, strict=True)}
+    prefill = Engine(made, "prefill-0", settings={"side": "prefill", "peers": peers})
+    until(lambda: all(p.state is PeerState.COMPATIBLE for p in book(prefill).all()))
+    history = ranks[1].call("d", tokens(60), session="s", max_tokens=8)
+    prefill.call("p", history, session="s", source="decode-0_dp1")
+    assert prefill.record("p").returned > 0
+
+
 def test_an_engine_that_restarts_is_greeted_again(made: World) -> None:
     """The old process is gone, the new one holds nothing: the call computes, the next returns."""
     prefill, decode = connected(made)
@@ -198,7 +231,7 @@ def test_an_engine_that_restarts_is_greeted_again(made: World) -> None:
     del made.engines["decode-0"]
     prefill.call("p1", tokens(60), session="s", source="decode-0", retain_s=0.0)
     assert prefill.record("p1").reason is Reason.SOURCE_GONE
-    decode = Engine(made, "decode-0", settings={"control_address": at})
+    decode = Engine(made, "decode-0-anew", settings={"control_address": at})
     decode.call("d", tokens(60), session="s")
     start_id = decode.source.start_id
 

@@ -193,6 +193,31 @@ def test_what_was_computed_on_a_stock_hand_over_is_given_to_nobody(made: World) 
     decode.assert_no_leak()
 
 
+def test_a_switch_while_a_joining_call_gets_its_blocks_hides_nothing(made: World) -> None:
+    """The mailbox is drained inside of the allocation: what it finds is as unproven as before."""
+    prefill, decode = pair(made)
+    for engine in (prefill, decode):
+        switch(engine, Mode.OFF)
+    hand_over(prefill, decode)
+    joined = decode.add("joined", [*PROMPT[: 6 * BLOCK], *tokens(2 * BLOCK, start=5)], session="t")
+    manager = decode.scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def switched_inside(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if request is joined and decode.extension.mode is Mode.OFF:
+            decode.extension.mailbox.post(SwitchMode("on"))
+        return allocate(request, *args, **kwargs)
+
+    manager.allocate_slots = switched_inside
+    decode.run(joined.is_finished)
+    assert decode.extension.mode is Mode.ON
+    ledger = decode.extension.ledger
+    own = [b for b in decode.pool.blocks if ledger.readable_epoch(b.block_id) is not None]
+    assert [block for block in own if block.block_hash is not None] == []
+    decode.run()
+    decode.assert_no_leak()
+
+
 def test_a_client_that_leaves_during_the_read_leaks_nothing() -> None:
     """The blocks stay until the transfer is gone, on both sides."""
     with world(hold=True) as made:
@@ -209,6 +234,22 @@ def test_a_client_that_leaves_during_the_read_leaks_nothing() -> None:
         for engine in (decode, prefill):
             engine.run()
             engine.assert_no_leak()
+
+
+def test_a_stock_hand_over_that_fails_is_no_failed_pull() -> None:
+    """VLLM reports both in one set; the prompt is computed."""
+    with world(hold=True) as made:
+        prefill, decode = pair(made)
+        for engine in (prefill, decode):
+            switch(engine, Mode.OFF)
+        first = leg(prefill, "p", HOLD)
+        prefill.run(first.is_finished)
+        second = leg(decode, "d", prefill.said["p"], max_tokens=4)
+        while not made.transfers:
+            decode.step()
+        made.transfers[-1].fail()
+        decode.run(second.is_finished)
+        assert decode.connector.connector_scheduler.stats()["pulls_failed"] == 0
 
 
 def test_the_notice_of_a_pull_is_no_late_reader(

@@ -56,6 +56,7 @@ def known_metrics() -> set[str]:
     names |= {f"{name}_bucket" for name, kind in router if kind == "histogram"}
     names |= {f"{metric.name}_total" for metric in metric_table.COUNTER_METRICS}
     names |= {metric.name for metric in metric_table.GAUGE_METRICS}
+    names |= {f"{metric.name}_bucket" for metric in metric_table.HISTOGRAM_METRICS}
     return names
 
 

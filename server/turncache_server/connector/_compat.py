@@ -48,8 +48,9 @@ def fixed_block_hash(algo: str) -> Callable[[Sequence[int]], bytes]:
     return lambda tokens: bytes(hash_block_tokens(function, root, list(tokens)))
 
 
-def model_folder(model_config: Any) -> Path | None:
+def model_folder(vllm_config: Any) -> Path | None:
     """Return the local folder of the weights, None when vLLM loads them from elsewhere."""
+    model_config = vllm_config.model_config
     folder = Path(str(model_config.model))
     if folder.is_dir():
         return folder
@@ -58,7 +59,10 @@ def model_folder(model_config: Any) -> Path | None:
 
         return Path(
             snapshot_download(
-                str(model_config.model), revision=model_config.revision, local_files_only=True
+                str(model_config.model),
+                revision=model_config.revision,
+                cache_dir=vllm_config.load_config.download_dir,
+                local_files_only=True,
             )
         )
     except (ImportError, OSError, ValueError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -82,6 +82,8 @@ class Settings:
         trace_file_mb: size in 10^6 bytes at which a part of the trace is full.
         cost_profile: profile of turncache calibrate whose costs are taken until own ones are
             measured, None to begin with nothing.
+        weights_id: name of the weights, compared between engines where their files cannot be
+            read.
         recompute_threshold: fewest tokens worth a pull (vLLM's ``kv_recompute_threshold``);
             None for what was measured, but at least 64.
     """
@@ -111,6 +113,7 @@ class Settings:
     trace_file: str | None = None
     trace_file_mb: float = DEFAULT_TRACE_FILE_MB
     cost_profile: str | None = None
+    weights_id: str = ""
     recompute_threshold: int | None = None
 
 
@@ -171,7 +174,38 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         trace_file=read.path("trace_file"),
         trace_file_mb=read.megabytes("trace_file_mb", DEFAULT_TRACE_FILE_MB),
         cost_profile=read.path("cost_profile"),
+        weights_id=read.text("weights_id"),
         recompute_threshold=threshold,
+    )
+
+
+def of_rank(settings: Settings, rank: int) -> Settings:
+    """Return the settings of one data-parallel rank: what no two engines may share is its own.
+
+    VLLM gives all ranks one configuration. Rank 0 keeps it; another listens at a port that is
+    higher by its number, as NIXL does, and has the number in its name and in that of its trace.
+
+    Raises:
+        ConfigError: there is no such port.
+    """
+    if not rank:
+        return settings
+    address, suffix = settings.control_address, f"_dp{rank}"
+    if address is not None:
+        before, _, port = address.rpartition(":")
+        # Of port 0 the system makes one of its own.
+        address = f"{before}:{int(port) + rank if int(port) else 0}"
+        check_address(
+            address,
+            setting=f"{SECTION}.control_address",
+            keyed=settings.fleet_secret_file is not None,
+            bind=True,
+        )
+    return replace(
+        settings,
+        name=settings.name and settings.name + suffix,
+        control_address=address,
+        trace_file=settings.trace_file and settings.trace_file + suffix,
     )
 
 
@@ -344,7 +378,9 @@ class EngineFacts:
     missing: tuple[str, ...] = ()
 
 
-def engine_facts(vllm_config: Any, kv_cache_config: Any, vllm_version: str) -> EngineFacts:
+def engine_facts(
+    vllm_config: Any, kv_cache_config: Any, vllm_version: str, *, side: Side = Side.SINGLE
+) -> EngineFacts:
     """Translate vLLM's configuration; the only reader of it beside the fingerprint."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
@@ -359,7 +395,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, vllm_version: str) -> E
         vllm_version=vllm_version,
         block_bytes=_block_bytes(kv_cache_config) * int(parallel.tensor_parallel_size),
         unsupported=tuple(_unsupported(vllm_config, kv_cache_config)),
-        unsupported_pull=tuple(_unsupported_pull(vllm_config)),
+        unsupported_pull=tuple(_unsupported_pull(vllm_config, side)),
         missing=() if caching else ("prefix caching is off: start with --enable-prefix-caching",),
     )
 
@@ -394,6 +430,10 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> list[str]:
         why.append("speculative decoding: rejected drafts rewrite blocks")
     if getattr(model, "is_encoder_decoder", False):
         why.append("encoder-decoder models")
+    if getattr(model, "is_diffusion", False):
+        why.append("diffusion models: a block is written until its tokens are settled")
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        why.append("HiSparse: part of the KV lies in pools of its own")
     sizes = {
         "pipeline": parallel.pipeline_parallel_size,
         "data": parallel.data_parallel_size,
@@ -404,8 +444,12 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     return why
 
 
-def _unsupported_pull(vllm_config: Any) -> list[str]:
+def _unsupported_pull(vllm_config: Any, side: Side) -> list[str]:
     why: list[str] = []
+    interval = int(getattr(vllm_config.scheduler_config, "prefill_schedule_interval", 1))
+    if side is Side.DECODE and interval > 1:
+        # Of a stock hand-over one token is left to compute, which escapes the interval.
+        why.append(f"prefill_schedule_interval of {interval}: the last block of each prompt waits")
     algo = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if "xxhash" in algo:
         why.append(f"hash algorithm {algo}: collisions can be made, use sha256")
@@ -415,6 +459,9 @@ def _unsupported_pull(vllm_config: Any) -> list[str]:
     ):
         # Waking maps other memory under the addresses that NIXL has registered.
         why.append("sleep mode: peers would read the memory from before the sleep")
+    if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):
+        # It drops the steps in flight, whose notes would then be taken for later steps.
+        why.append("fault tolerance: what a failed step has not written stays in the prefix cache")
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         why.append("weight transfer: an updated engine's KV would pass for the others'")
     return why

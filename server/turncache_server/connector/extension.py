@@ -55,8 +55,11 @@ from turncache_server.retention.values import Signal as Kind
 
 logger = logging.getLogger(__name__)
 
-#: How often the order of the lineages is computed anew, at most.
+#: How often the order of the lineages is computed anew while nothing else asks for it.
 RANK_EVERY_S: Final = 0.25
+#: So many times what it took passes before it is computed again, whatever has changed: it takes
+#: time for each lineage, and the engine waits for it.
+RANK_REST: Final = 20
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -156,7 +159,10 @@ class Extension:
         self._heeds_steps = readable
         self._in_flight: set[str] = set()
         self._failed_loads: set[str] = set()
-        self._ranked_at_s = float("-inf")
+        # When the lineages are ordered next, and before when they are not, whatever happens.
+        self._rank_s = self._rank_not_before_s = float("-inf")
+        # The mode has become *on*, and what nobody has confirmed is still in the prefix cache.
+        self._must_forget = False
         self._on_mode: list[Callable[[Mode], None]] = []
         self._also_counted: list[Callable[[], Mapping[str, float]]] = []
         self._recorder = recorder
@@ -215,6 +221,7 @@ class Extension:
             self.mailbox,
             serving=self._may_be_read,
             known_blocks=self.table.known_blocks,
+            awaits=self.table.awaits,
         )
         logger.info(
             "turncache: mode %s, side %s, %d blocks of %d tokens",
@@ -229,6 +236,8 @@ class Extension:
         return (
             self._tracker is not None
             and self.acting
+            # Asked for, too: an idle engine obeys only when the next call comes.
+            and self.requested_mode is Mode.ON
             and self.ledger.in_order
             and not self.facts.unsupported_pull
         )
@@ -267,6 +276,7 @@ class Extension:
         """
         self._in_flight.add(request.request_id)
         self._drain()
+        self._forget_if_due()
         hints = self.hints_of(request)
         if leg is not None:
             returns = self.settings.find is not Find.HINTS
@@ -391,6 +401,8 @@ class Extension:
         try:
             if self._commands:
                 self._obey()
+            if self._must_forget:
+                self._forget_if_due()
             if self._tracker is not None:
                 self._note_writes(self._tracker, scheduler_output)
             if self._calls and scheduler_output.scheduled_new_reqs:
@@ -473,9 +485,7 @@ class Extension:
             logger.error("turncache: steps came back out of order: this engine is no source")
 
     @guarded
-    def finished(
-        self, request: Any, block_ids: list[int], pull: Pull | None
-    ) -> tuple[str, float] | None:
+    def finished(self, request: Any, block_ids: list[int]) -> tuple[str, float] | None:
         """Keep an answered call's blocks wanted; called before vLLM frees them.
 
         Returns:
@@ -492,8 +502,10 @@ class Extension:
             if self.mode is not Mode.OFF:
                 self.table.ordinary(len(block_ids), now_s=self._clock())
             return None
-        record = call.record or call.recorded(pull)
-        self.book.finish(call.hints.request, record)
+        # One that leaves before it was let in has computed nothing, and so lost nothing.
+        record = call.record
+        if record is not None:
+            self.book.finish(call.hints.request, record)
         if self._recording is not None:
             self._write_down(self._recording, request, block_ids, call.hints, record)
         if call.admission is None or self.mode is Mode.OFF:
@@ -593,7 +605,7 @@ class Extension:
                 )
                 self._apply(effect)
                 # What is worth most may be another lineage now, though no block has changed.
-                self._ranked_at_s = float("-inf")
+                self._rank_s = self._rank_not_before_s
             elif isinstance(command, SwitchMode):
                 self._switch(Mode(command.mode))
 
@@ -613,11 +625,16 @@ class Extension:
             self._apply(self.table.clear())
         if self._queue is not None:
             self._queue.retaining = mode is Mode.ON
-        if mode is Mode.ON:
-            self._forget_unproven()
+        # Not here: the scheduler may be about to give such blocks to a call of which we hear later.
+        self._must_forget = mode is Mode.ON
         self._record_or_not()
         for listener in self._on_mode:
             listener(mode)
+
+    def _forget_if_due(self) -> None:
+        if self._must_forget:
+            self._must_forget = False
+            self._forget_unproven()
 
     def _forget_unproven(self) -> None:
         if self._pool is not None and (block_ids := self._unproven.take()):
@@ -639,10 +656,16 @@ class Extension:
     def _time_passes(self) -> None:
         now_s = self._clock()
         self._apply(self.table.expire(now_s))
-        if self._queue is not None and now_s - self._ranked_at_s >= RANK_EVERY_S:
-            self._ranked_at_s = now_s
-            if self._queue.num_retained:
-                self._queue.rank(self.table.victims(now_s))
+        if self._queue is not None and now_s >= self._rank_s:
+            self._rank(self._queue, now_s)
+
+    def _rank(self, queue: FreeQueue, now_s: float) -> None:
+        self._rank_s = now_s + RANK_EVERY_S
+        if queue.num_retained:
+            queue.rank(self.table.victims(now_s))
+            done_s = self._clock()
+            self._rank_not_before_s = done_s + RANK_REST * (done_s - now_s)
+            self._rank_s = max(self._rank_s, self._rank_not_before_s)
 
     def _cache_was_reset(self) -> None:
         """Want nothing any more: the prefix cache was reset, and what was wanted is gone."""
@@ -654,7 +677,7 @@ class Extension:
     def _apply(self, effect: Effect) -> None:
         if self._queue is not None and effect.changed:
             self._queue.reclassify(effect.changed, effect.dead)
-            self._ranked_at_s = float("-inf")
+            self._rank_s = self._rank_not_before_s
 
     # --- for the control thread: reads only ---------------------------------------------------
 

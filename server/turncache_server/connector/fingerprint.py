@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+#: Weights of which nothing is known: two engines that say so need not have the same.
+UNCOMPARABLE: Final = ("unknown", "absent")
 _SAMPLE_BYTES: Final = 4096
 _FEWEST_SAMPLES: Final = 64
 _STRIDE_BYTES: Final = 8 * 1024 * 1024
@@ -29,10 +31,30 @@ def digest(parts: Iterable[bytes]) -> str:
     return hasher.hexdigest()[:16]
 
 
-def config_digest(config: dict[str, Any]) -> str:
-    """Return a digest of a resolved model configuration."""
+def config_digest(config: dict[str, Any], *, max_model_len: int) -> str:
+    """Return a digest of a resolved model configuration.
+
+    Args:
+        config: of the model.
+        max_model_len: longest sequence of the engine in tokens; counts where positions are
+            computed in one of two ways according to it.
+    """
     content = {key: value for key, value in config.items() if key not in _NOT_CONTENT}
+    if _has_long_rope(content):
+        content["turncache_max_model_len"] = max_model_len
     return digest([json.dumps(content, sort_keys=True, default=str).encode()])
+
+
+def _has_long_rope(config: object) -> bool:
+    """Whether a configuration, or one within it, names the rotary embedding LongRoPE.
+
+    Of its two tables of factors vLLM takes the long one as soon as an engine's longest sequence
+    exceeds what the model was trained for first.
+    """
+    if isinstance(config, dict):
+        kinds = (config.get("rope_type"), config.get("type"))
+        return "longrope" in kinds or any(map(_has_long_rope, config.values()))
+    return isinstance(config, (list, tuple)) and any(map(_has_long_rope, config))
 
 
 def weights_digest(folder: Path) -> str:
@@ -68,6 +90,7 @@ def engine_fingerprint(
     connector_version: str,
     model_folder: Path | None,
     hash_block: Callable[[Sequence[int]], bytes],
+    weights_id: str = "",
 ) -> dict[str, str]:
     """Return this engine's fingerprint.
 
@@ -77,15 +100,21 @@ def engine_fingerprint(
         connector_version: version of the NIXL connector.
         model_folder: local folder of the weights, None when it is not known.
         hash_block: chain hash of a first block with these tokens.
+        weights_id: what the operator calls the weights; counts where they cannot be read.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     tokens = list(range(1, int(cache.block_size) + 1))
+    weights = "unknown" if model_folder is None else weights_digest(model_folder)
+    if weights in UNCOMPARABLE and weights_id:
+        weights = f"said to be {weights_id}"
     return {
         "vllm": vllm_version,
         "nixl_connector": connector_version,
-        "model_config": config_digest(model.hf_config.to_dict()),
-        "weights": "unknown" if model_folder is None else weights_digest(model_folder),
+        "model_config": config_digest(
+            model.hf_config.to_dict(), max_model_len=int(model.max_model_len)
+        ),
+        "weights": weights,
         "revision": str(model.revision),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),

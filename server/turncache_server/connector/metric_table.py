@@ -96,6 +96,12 @@ COUNTER_METRICS: Final = (
         keys={"": "pulled_blocks"},
     ),
     Metric(
+        name="turncache_transfer_bytes",
+        text="Bytes of KV that were taken from peers and confirmed, over all ranks.",
+        good="blocks times the size of one",
+        keys={"": "pulled_bytes"},
+    ),
+    Metric(
         name="turncache_abandoned_reads",
         text="Reads given up at their deadline while their transfer could still write.",
         good="0; near the cap of withheld blocks is an alert",
@@ -183,12 +189,47 @@ GAUGE_METRICS: Final = (
         },
     ),
 )
+HISTOGRAM_METRICS: Final = (
+    Metric(
+        name="turncache_peek_seconds",
+        text="From a question to a peer, what it holds of a prompt, to the answer.",
+        good="milliseconds; above half a second a question is given up",
+        keys={"": "peek_s"},
+    ),
+    Metric(
+        name="turncache_transfer_seconds",
+        text="From the begin of a read to its confirmation by the source.",
+        good="far below what computing the same takes",
+        keys={"": "transfer_s"},
+    ),
+)
+#: Upper bounds of their buckets.
+BUCKETS_S: Final = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
 
 
 def table() -> str:
     """Return the table in Markdown."""
     lines = ["| metric | counts | a good value |", "|---|---|---|"]
-    for metrics, suffix in ((COUNTER_METRICS, "_total"), (GAUGE_METRICS, "")):
+    for metrics, suffix in (
+        (COUNTER_METRICS, "_total"),
+        (GAUGE_METRICS, ""),
+        (HISTOGRAM_METRICS, ""),
+    ):
         for metric in metrics:
             label = f"{{{metric.label}}}" if metric.label else ""
             lines.append(f"| `{metric.name}{suffix}{label}` | {metric.text} | {metric.good} |")

@@ -20,31 +20,39 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
-from turncache_server.connector.metric_table import COUNTER_METRICS, GAUGE_METRICS, Metric
+from turncache_server.connector.metric_table import (
+    BUCKETS_S,
+    COUNTER_METRICS,
+    GAUGE_METRICS,
+    HISTOGRAM_METRICS,
+    Metric,
+)
 
 logger = logging.getLogger(__name__)
 
 COUNTERS: Final = "counters"
 GAUGES: Final = "gauges"
+SAMPLES: Final = "samples"
 NIXL: Final = "nixl"
 
 
 class TurncacheStats(KVConnectorStats):
     """What the extension, and NIXL below it, have to report since the last time.
 
-    ``data`` holds ``counters`` (differences), ``gauges``, and ``nixl`` (vLLM's own).
+    ``data`` holds ``counters`` (differences), ``gauges``, ``samples`` (what was measured, one
+    number each time), and ``nixl`` (vLLM's own).
     """
 
     data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data = {} if data is None else data
-        for part in (COUNTERS, GAUGES, NIXL):
+        for part in (COUNTERS, GAUGES, SAMPLES, NIXL):
             self.data.setdefault(part, {})
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {COUNTERS: {}, GAUGES: {}, NIXL: {}}
+        self.data = {COUNTERS: {}, GAUGES: {}, SAMPLES: {}, NIXL: {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another report of the same connector."""
@@ -52,9 +60,10 @@ class TurncacheStats(KVConnectorStats):
         for name, value in other.data.get(COUNTERS, {}).items():
             counters[name] = counters.get(name, 0.0) + value
         self.data[GAUGES] = {**self.data[GAUGES], **other.data.get(GAUGES, {})}
-        nixl = self.data[NIXL]
-        for name, values in other.data.get(NIXL, {}).items():
-            nixl[name] = [*nixl.get(name, ()), *values]
+        for part in (SAMPLES, NIXL):
+            lists = self.data[part]
+            for name, values in other.data.get(part, {}).items():
+                lists[name] = [*lists.get(name, ()), *values]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -66,9 +75,8 @@ class TurncacheStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Say whether there is nothing to report."""
-        return not (
-            self.data[COUNTERS] or self.data[GAUGES] or any(map(bool, self.data[NIXL].values()))
-        )
+        lists = (*self.data[SAMPLES].values(), *self.data[NIXL].values())
+        return not (self.data[COUNTERS] or self.data[GAUGES] or any(map(bool, lists)))
 
 
 class Reporter:
@@ -78,6 +86,7 @@ class Reporter:
         counters: totals since start.
         gauges: the present.
         clock: monotonic seconds.
+        samples: takes what was measured since the last time.
     """
 
     #: Without a call that has ended, so often: for gauges.
@@ -91,8 +100,10 @@ class Reporter:
         counters: Callable[[], Mapping[str, float]],
         gauges: Callable[[], Mapping[str, float]],
         clock: Callable[[], float],
+        samples: Callable[[], Mapping[str, list[float]]] = dict,
     ) -> None:
         self._counters = counters
+        self._samples = samples
         self._gauges = gauges
         self._clock = clock
         self._told: dict[str, float] = {}
@@ -133,7 +144,10 @@ class Reporter:
             if value > self._told.get(name, 0.0)
         }
         self._told = totals
-        return TurncacheStats(data={COUNTERS: changed, GAUGES: dict(self._gauges())})
+        measured = {name: values for name, values in self._samples().items() if values}
+        return TurncacheStats(
+            data={COUNTERS: changed, GAUGES: dict(self._gauges()), SAMPLES: measured}
+        )
 
 
 class TurncacheMetrics(KVConnectorPromMetrics):
@@ -168,6 +182,7 @@ class TurncacheMetrics(KVConnectorPromMetrics):
             for metrics, cls, more in (
                 (COUNTER_METRICS, self._counter_cls, {}),
                 (GAUGE_METRICS, self._gauge_cls, {"multiprocess_mode": "mostrecent"}),
+                (HISTOGRAM_METRICS, self._histogram_cls, {"buckets": BUCKETS_S}),
             )
             for metric in metrics
         }
@@ -178,6 +193,10 @@ class TurncacheMetrics(KVConnectorPromMetrics):
             self._child(metric, label, engine_idx).inc(value)
         for metric, value, label in _values(GAUGE_METRICS, transfer_stats_data.get(GAUGES)):
             self._child(metric, label, engine_idx).set(value)
+        samples = transfer_stats_data.get(SAMPLES) or {}
+        for metric in HISTOGRAM_METRICS:
+            for value in samples.get(metric.keys[""], ()):
+                self._child(metric, "", engine_idx).observe(value)
         if self._nixl is not None and transfer_stats_data.get(NIXL):
             self._nixl.observe(transfer_stats_data[NIXL], engine_idx)
 

@@ -35,6 +35,7 @@ from turncache_server.connector.config import (
     Settings,
     Side,
     engine_facts,
+    of_rank,
 )
 from turncache_server.connector.costs import PullCosts, prefill_work
 from turncache_server.connector.extension import Extension
@@ -45,7 +46,7 @@ from turncache_server.connector.metrics import Reporter, TurncacheStats
 from turncache_server.connector.observing import Observer
 from turncache_server.connector.peers import Peer, PeerBook, PeerState
 from turncache_server.connector.pull import PullBook
-from turncache_server.connector.pull_state import Pull, Read
+from turncache_server.connector.pull_state import NOBODY, Pull, Read
 from turncache_server.connector.redis_directory import TIMEOUT_S, RedisDirectory
 from turncache_server.connector.service import Service, fleet_keys, open_control
 from turncache_server.connector.versions import settings_for
@@ -139,8 +140,9 @@ class PairScheduler(NixlPullConnectorScheduler):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        facts = engine_facts(vllm_config, kv_cache_config, _compat.VLLM_VERSION)
+        facts = engine_facts(vllm_config, kv_cache_config, _compat.VLLM_VERSION, side=settings.side)
         settings = settings_for(settings, facts.vllm_version)
+        settings = of_rank(settings, vllm_config.parallel_config.data_parallel_index)
         self._observer = Observer(facts, settings)
         self.extension = Extension(
             facts,
@@ -154,13 +156,16 @@ class PairScheduler(NixlPullConnectorScheduler):
             vllm_config,
             vllm_version=facts.vllm_version,
             connector_version=_compat.CONNECTOR_VERSION,
-            model_folder=_compat.model_folder(vllm_config.model_config),
+            model_folder=_compat.model_folder(vllm_config),
             hash_block=_compat.fixed_block_hash(facts.hash_algo),
+            weights_id=settings.weights_id,
         )
         self._settings = settings
         self._facts = facts
         keys = fleet_keys(settings)
         self._directory = directory or self._make_directory(keys)
+        self._transfer_s: list[float] = []
+        self._take_peek_s: Callable[[], list[float]] = list
         if peers is None:
             peers = PeerBook(
                 settings.peers,
@@ -170,6 +175,7 @@ class PairScheduler(NixlPullConnectorScheduler):
                 keys=keys,
             )
             self.extension.count_also(peers.counters)
+            self._take_peek_s = peers.take_peek_s
         self._peers = peers
         # Who names a threshold has decided; and a prompt is never computed on decode by choice.
         free = settings.recompute_threshold is None and settings.side is not Side.DECODE
@@ -201,7 +207,10 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._pool: Any = None
         self.totals: Counter[str] = Counter()
         self._reporter = Reporter(
-            lambda: {**self.extension.counters(), **self.totals}, self._gauges, clock
+            lambda: {**self.extension.counters(), **self.totals},
+            self._gauges,
+            clock,
+            self._take_samples,
         )
         self.extension.when_mode_changes(self._mode_changed)
         service = Service(
@@ -278,6 +287,10 @@ class PairScheduler(NixlPullConnectorScheduler):
     def report(self) -> TurncacheStats | None:
         """Return what vLLM is to carry to its ``/metrics``; None while it is not yet time."""
         return self._reporter.report()
+
+    def _take_samples(self) -> dict[str, list[float]]:
+        transfer_s, self._transfer_s = self._transfer_s, []
+        return {"peek_s": self._take_peek_s(), "transfer_s": transfer_s}
 
     def _gauges(self) -> dict[str, float]:
         return {**self.extension.gauges(), **self.stats()}
@@ -438,6 +451,14 @@ class PairScheduler(NixlPullConnectorScheduler):
         block_ids = [block.block_id for block in blocks.blocks[0]]
         self.extension.allocated(request.request_id, block_ids, handed_over)
 
+    def _count_unbegun(self, pull: Pull | None) -> None:
+        """Count a pull that was looked into and never begun, by why."""
+        if pull is None or pull.began or pull.reason is None:
+            return
+        # A search that has led nowhere is counted as such, but for what somebody has to mend.
+        if pull.peer is not NOBODY or pull.reason is Reason.INCOMPATIBLE:
+            self.totals[f"pulls_{pull.reason.value}"] += 1
+
     # --- every step ------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> TurncacheMetadata:
@@ -501,6 +522,8 @@ class PairScheduler(NixlPullConnectorScheduler):
             self.extension.loads_failed(failed)
         if connector_output.invalid_block_ids:
             self.extension.blocks_invalid(set(connector_output.invalid_block_ids))
+        # Loads of stock hand-overs and of siblings fail in the same set.
+        num_failed = sum(self._pulls.get(request_id) is not None for request_id in failed)
         report = connector_output.kv_connector_worker_meta
         try:
             if isinstance(report, WorkerReport):
@@ -516,8 +539,10 @@ class PairScheduler(NixlPullConnectorScheduler):
             return
         self.extension.blocks_loaded(back.loaded_blocks)
         self.totals["pulled_blocks"] += len(back.loaded_blocks)
+        self.totals["pulled_bytes"] += len(back.loaded_blocks) * self._facts.block_bytes
         self.totals["pulls_verified"] += back.num_verified
-        self.totals["pulls_failed"] += len(failed)
+        self._transfer_s += back.transfer_s
+        self.totals["pulls_failed"] += num_failed
         connector_output.finished_recving = ((finished - back.hold) | back.add) or None
 
     def _take_report(self, report: WorkerReport) -> None:
@@ -581,7 +606,8 @@ class PairScheduler(NixlPullConnectorScheduler):
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Keep the call's blocks wanted; only a stock hand-over delays their freeing."""
         pull = self._pulls.ended(request.request_id)
-        kept = self.extension.finished(request, list(block_ids[0]), pull)
+        self._count_unbegun(pull)
+        kept = self.extension.finished(request, list(block_ids[0]))
         self._reporter.hurry(last=self.extension.idle)
         if kept is not None and self._directory is not None:
             self._directory.keeps(*kept)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
 from turncache.errors import EngineFault, EngineRefusal
+from turncache_server.connector.fingerprint import UNCOMPARABLE
 from turncache_server.control.client import ControlClient
 from turncache_server.control.keys import FleetKeys
 from turncache_server.control.messages import (
@@ -36,6 +38,8 @@ _FIRST_HELLO_EVERY_S: Final = 0.5
 _HELLO_EVERY_S: Final = 5.0
 _FEWEST_THREADS: Final = 4
 _MOST_THREADS: Final = 16
+#: Times of peeks that wait to be taken; older ones are dropped.
+_MOST_TIMES: Final = 1000
 
 
 class PeerState(enum.StrEnum):
@@ -59,13 +63,22 @@ class Peer:
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Say how two fingerprints differ, both values in one line; empty when they are equal."""
+    """Say how two fingerprints differ, both values in one line; empty when they are equal.
+
+    Weights that cannot be read are equal to none.
+    """
     names = sorted(set(mine) | set(theirs))
-    return "; ".join(
+    differ = "; ".join(
         f"{name}: {mine.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
         for name in names
         if mine.get(name) != theirs.get(name)
     )
+    if not differ and mine.get("weights") in UNCOMPARABLE:
+        return (
+            f"weights: {mine['weights']} here and there: no files to compare; set weights_id on "
+            "all engines to a name of the very weights that they load"
+        )
+    return differ
 
 
 class PeerBook:
@@ -94,12 +107,16 @@ class PeerBook:
         # Every question carries the name that is expected at its address.
         self._client = ControlClient(keys, names={address: name for name, address in peers.items()})
         self._refused: Counter[str] = Counter(dict.fromkeys(INCOMPATIBLE_CODES, 0))
+        # NIXL id and start of each peer when it was last found compatible, by name.
+        self._met: dict[str, tuple[str, str]] = {}
         # Where all peers are asked at once, those that do not answer must leave threads for others.
         workers = min(_MOST_THREADS, max(_FEWEST_THREADS, 2 * len(peers)))
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="turncache-ask")
         self._records = {
             name: Peer(name=name, control_address=address) for name, address in peers.items()
         }
+        # Appended to by the threads that ask, taken by the engine thread.
+        self._peek_s: deque[float] = deque(maxlen=_MOST_TIMES)
         self._wake = threading.Event()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="turncache-peers", daemon=True)
@@ -140,13 +157,20 @@ class PeerBook:
 
     def peek(self, peer: Peer, session: str, hashes: list[bytes]) -> Future[PeekReply]:
         """Ask a peer what it holds of a hash chain."""
+        asked_at_s = time.monotonic()
         return self._pool.submit(
-            self._client.ask,
-            peer.control_address,
-            Peek(session=session, hashes=hashes),
-            PeekReply,
-            timeout_s=self._ask_timeout_s,
+            self._peek, peer.control_address, Peek(session=session, hashes=hashes), asked_at_s
         )
+
+    def take_peek_s(self) -> list[float]:
+        """Return how long the peeks took that were answered since the last time, in seconds."""
+        times = self._peek_s
+        return [times.popleft() for _ in range(len(times))]
+
+    def _peek(self, address: str, question: Peek, asked_at_s: float) -> PeekReply:
+        reply = self._client.ask(address, question, PeekReply, timeout_s=self._ask_timeout_s)
+        self._peek_s.append(time.monotonic() - asked_at_s)
+        return reply
 
     def verify(self, peer: Peer, question: Verify) -> Future[VerifyReply]:
         """Ask a peer whether blocks that were read are unchanged."""
@@ -196,6 +220,15 @@ class PeerBook:
                 "out of --kv-transfer-config, or give each engine one of its own",
                 reply,
             )
+        if self._is_former(record.name, reply):
+            return self._incompatible(
+                record,
+                f"it was restarted under the engine_id of its last start, {reply.engine_id!r}, by "
+                "which NIXL would read from the memory of then: leave engine_id out of "
+                "--kv-transfer-config and start it anew",
+                reply,
+            )
+        self._met[record.name] = reply.engine_id, reply.start_id
         if record.state is not PeerState.COMPATIBLE:
             logger.info("turncache: peer %s is compatible (%s)", record.name, reply.engine_id)
         return Peer(
@@ -213,6 +246,15 @@ class PeerBook:
             if other.name != name and other.hello and other.hello.engine_id == engine_id:
                 return f"peer {other.name}"
         return None
+
+    def _is_former(self, name: str, reply: HelloReply) -> bool:
+        """Whether NIXL has another start of a peer under its id: it connects once per id.
+
+        An answer of the new start to peek and verify says nothing of memory of the old one,
+        which a transport that maps it goes on reading.
+        """
+        engine_id, start_id = self._met.get(name, ("", ""))
+        return engine_id == reply.engine_id and start_id != reply.start_id
 
     def _incompatible(self, record: Peer, why: str, hello: HelloReply | None) -> Peer:
         """Return a record that refuses pulls, and say why once."""

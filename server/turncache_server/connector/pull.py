@@ -408,6 +408,7 @@ class PullBook:
         pull.state = PullState.READING
         pull.patience = None
         self._reading[pull.request_id] = pull
+        pull.began = True
         pull.reason = None
         pull.request = request
         pull.blocks = list(blocks[first : first + count])
@@ -516,6 +517,7 @@ class PullBook:
         pull.request.num_computed_tokens = (pull.local_blocks + valid) * self._block_size
         back.add.add(pull.request_id)
         back.num_verified += 1
+        back.transfer_s.append(now_s - pull.reading_at_s)
         back.loaded_blocks.extend(block.block_id for block in pull.blocks[:valid])
         self._close(pull)
 

@@ -48,6 +48,7 @@ class Pull:
         block_map: the own prefix-cache map when the read began; another one at the end
             means a reset in between, and nothing is used.
         known_blocks: leading blocks that the source once computed for the session.
+        began: a read was begun.
         patience: what the router offers if the source has lost the prompt; None when it offers
             nothing, or the call may wait for it no more.
         reason: why no more was pulled, None while it goes well.
@@ -74,6 +75,7 @@ class Pull:
     verify: Future[VerifyReply] | None = None
     returned_blocks: int = 0
     known_blocks: int = 0
+    began: bool = False
     patience: Patience | None = None
     reason: Reason | None = None
     aborted: bool = False
@@ -111,9 +113,11 @@ class HandBack:
     Attributes:
         loaded_blocks: blocks whose content was confirmed.
         num_verified: pulls of which at least one block was confirmed.
+        transfer_s: how long each of these took, from the begin of its read.
     """
 
     add: set[str] = field(default_factory=set)
     hold: set[str] = field(default_factory=set)
     loaded_blocks: list[int] = field(default_factory=list)
     num_verified: int = 0
+    transfer_s: list[float] = field(default_factory=list)

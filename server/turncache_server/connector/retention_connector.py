@@ -19,7 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from turncache.errors import ConfigError
 from turncache_server.connector import _compat
-from turncache_server.connector.config import SECTION, Find, engine_facts, parse_settings
+from turncache_server.connector.config import (
+    SECTION,
+    Find,
+    engine_facts,
+    of_rank,
+    parse_settings,
+)
 from turncache_server.connector.extension import Extension
 from turncache_server.connector.metrics import Reporter, TurncacheMetrics, TurncacheStats
 from turncache_server.connector.observing import Observer
@@ -59,6 +65,7 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             facts = engine_facts(vllm_config, kv_cache_config, _compat.VLLM_VERSION)
             settings = settings_for(settings, facts.vllm_version)
+            settings = of_rank(settings, vllm_config.parallel_config.data_parallel_index)
             self._observer = Observer(facts, settings)
             self._extension = Extension(
                 facts,
@@ -129,7 +136,7 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):
         """
         extension, reporter = self._extension, self._reporter
         if extension is not None and reporter is not None:
-            extension.finished(request, block_ids[0], None)
+            extension.finished(request, block_ids[0])
             reporter.hurry(last=extension.idle)
         return False, None
 

@@ -168,7 +168,8 @@ class Service:
         longest_s = extension.settings.retain_max_s
         expect_s = request.expect_s
         clipped_s = longest_s if expect_s is not None and expect_s > longest_s else None
-        command = Signalled(request.session, Kind(request.kind), clipped_s or expect_s)
+        until_s = expect_s if clipped_s is None else clipped_s
+        command = Signalled(request.session, Kind(request.kind), until_s)
         if not extension.mailbox.post(command):
             return SignalReply(accepted=False, why="the engine's mailbox is full; try again")
         return SignalReply(accepted=True, clipped_s=clipped_s)

@@ -65,6 +65,7 @@ class Source:
         serving: whether this engine may be read from at present.
         known_blocks: (session, hashes) to the number of leading hashes that this engine
             once computed for the session.
+        awaits: tail hash to whether a prompt that ends in it waits to be handed over.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class Source:
         *,
         serving: Callable[[], bool],
         known_blocks: Callable[[str, list[bytes]], int],
+        awaits: Callable[[bytes], bool],
     ) -> None:
         self._pool = pool
         self._ledger = ledger
         self._mailbox = mailbox
         self._serving = serving
         self._known_blocks = known_blocks
+        self._awaits = awaits
         # Strong reference: a replaced map must not be mistaken for a new one at its address.
         self._map = pool.cached_block_hash_to_block
         self._generation = 1
@@ -168,6 +171,7 @@ class Source:
                 valid += 1
             if self._pool.cached_block_hash_to_block is not self._map:
                 valid = 0  # reset while we looked
-        if valid:
-            self._mailbox.post(HandedOver(question.hashes[valid - 1]))
+        # An idle engine works nothing off: what says nothing must take no room.
+        if valid and self._awaits(tail := question.hashes[valid - 1]):
+            self._mailbox.post(HandedOver(tail))
         return VerifyReply(start_id=self.start_id, generation=generation, valid=valid)

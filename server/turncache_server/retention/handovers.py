@@ -37,6 +37,10 @@ class Handovers:
         _discard(self._by_last, tails[-1], number)
         _discard(self._by_last_but_one, tails[0], number)
 
+    def awaits(self, tail_hash: bytes) -> bool:
+        """Whether any hand-over ends in a hash, or one block later; for any thread."""
+        return tail_hash in self._by_last or tail_hash in self._by_last_but_one
+
     def ending_in(self, tail_hash: bytes) -> list[int]:
         """List the hand-overs that end in a hash; if none does, those that end one block later."""
         found = self._by_last.get(tail_hash) or self._by_last_but_one.get(tail_hash, set())

@@ -155,6 +155,10 @@ class LineageTable:
             for lineage in waiting
         )
 
+    def awaits(self, tail_hash: bytes) -> bool:
+        """Whether a hand-over waits for a peer to verify this tail; for any thread."""
+        return self._handovers.awaits(tail_hash)
+
     def admit(
         self, *, session: str, tenant: str | None, hashes: Sequence[bytes], now_s: float
     ) -> Admission:
@@ -338,11 +342,8 @@ class LineageTable:
     def stats(self) -> TableStats:
         """Return the present numbers; for any thread."""
         totals = self._totals
-        # Copied at once: the engine thread may be admitting a call.
-        sessions = list(self._registry.sessions.values())
         return TableStats(
-            sessions=len(sessions),
-            sessions_in_flight=sum(bool(each.in_flight) for each in sessions),
+            sessions=len(self._registry.sessions),
             lineages=len(self._registry.lineages) - len(self._handovers),
             handovers=len(self._handovers),
             known_blocks=self._registry.num_known,

@@ -12,7 +12,11 @@ from typing import Final
 
 from turncache_server.retention.lineages import Signal
 
-CAPACITY: Final = 1024
+#: Room for a signal to every session that is remembered: one that is idle and being drained
+#: obeys none of them, but they say which of its sessions have left.
+CAPACITY: Final = 16_384
+#: Promotions to hold: each names the blocks of a whole prompt.
+MOST_PROMOTIONS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +85,15 @@ class Mailbox:
     def post(self, command: Command) -> bool:
         """Leave a command; False when the mailbox is full.
 
-        Promotions, which are hints and come in numbers, fill half of it at most: an idle
-        engine that is only peeked at must still be able to hear a change of mode.
+        Promotions, which are hints and come in numbers, find less room than others, and a change
+        of mode finds some when there is none for anything else: an idle engine that is only
+        peeked at must still be able to hear it.
         """
-        limit = self._capacity // 2 if isinstance(command, Promote) else self._capacity
+        limit = self._capacity
+        if isinstance(command, Promote):
+            limit = min(limit // 2, MOST_PROMOTIONS)
+        elif not isinstance(command, SwitchMode):
+            limit -= limit // 8
         if len(self.commands) >= limit:
             self.refused += 1
             return False

@@ -12,6 +12,8 @@ from turncache_server.retention.sessions import Lineage, Session
 
 #: A chain of which so many tenths are continued is superseded.
 SUPERSEDE_TENTHS: Final = 9
+#: Sessions that want blocks and are passed over when one must be forgotten, at most.
+MOST_SPARED: Final = 1024
 
 
 class Registry:
@@ -83,19 +85,34 @@ class Registry:
     def excess(self, keep: Session) -> Session | None:
         """Return the session that must be forgotten next, None while the bounds hold.
 
-        The least recently used one without a call in flight; with calls in all of them, the
-        least recently used. Never ``keep``.
+        The least recently used one that wants nothing and has no call in flight: calls that
+        retain nothing pass in numbers while a tool runs, and leave a session each. Without such
+        a one, the least recently used without a call in flight, and then any. Never ``keep``.
+
+        Those that are spared count as used, so that they are not looked at again each time.
         """
         if len(self.sessions) <= self._max_sessions and self.num_known <= self._max_known:
             return None
-        fallback = None
+        spared: list[Session] = []
+        busy: Session | None = None
+        victim: Session | None = None
         for record in self.sessions.values():
             if record is keep:
                 continue
-            if not record.in_flight:
-                return record
-            fallback = fallback or record
-        return fallback
+            if record.in_flight:
+                busy = busy or record
+            elif record.wants and len(spared) < MOST_SPARED:
+                spared.append(record)
+            else:
+                victim = record
+                break
+        if victim is None:
+            return spared[0] if spared else busy
+        if victim.wants:
+            victim, *spared = spared
+        for record in spared:
+            self.sessions.move_to_end(record.key)
+        return victim
 
 
 def longest(lineages: Iterable[Lineage], hashes: Sequence[bytes]) -> tuple[int, Lineage | None]:

@@ -41,6 +41,11 @@ class Session:
         self.lineages.pop(lineage.number, None)
         self.lineages[lineage.number] = lineage
 
+    @property
+    def wants(self) -> bool:
+        """Whether any of its lineages wants blocks."""
+        return any(lineage.wanted_blocks for lineage in self.lineages.values())
+
     def latest(self) -> Lineage | None:
         """Return the most recently used lineage."""
         return next(reversed(self.lineages.values()), None)

@@ -121,7 +121,6 @@ class TableStats:
     """Gauges, and totals since the start."""
 
     sessions: int
-    sessions_in_flight: int
     lineages: int
     handovers: int
     known_blocks: int

@@ -20,6 +20,7 @@ from turncache_server.connector.config import (
     Settings,
     Side,
     engine_facts,
+    of_rank,
     parse_settings,
 )
 
@@ -63,6 +64,7 @@ def test_every_setting_is_read() -> None:
         "trace_file": "/var/log/trace.jsonl",
         "trace_file_mb": 4,
         "cost_profile": "/etc/profile.toml",
+        "weights_id": "glm-5@2026-11",
     }
     settings = parse_settings({"turncache": section, "kv_recompute_threshold": 0, "backends": []})
     assert settings == Settings(
@@ -91,6 +93,7 @@ def test_every_setting_is_read() -> None:
         trace_file="/var/log/trace.jsonl",
         trace_file_mb=4.0,
         cost_profile="/etc/profile.toml",
+        weights_id="glm-5@2026-11",
         recompute_threshold=0,
     )
     assert set(section) == {f for f in Settings.__slots__ if f != "recompute_threshold"}
@@ -183,6 +186,7 @@ REFUSED: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"cost_profile": "p.toml"}, "turncache.cost_profile", ("'p.toml'", "absolute path")),
     ({"trace_file": 7}, "turncache.trace_file", ("7", "absolute path")),
     ({"trace_file_mb": 0.5}, "turncache.trace_file_mb", ("0.5", "from 1 to 1000")),
+    ({"weights_id": 5}, "turncache.weights_id", ("5", "text")),
     ({"trace_file_mb": 2000}, "turncache.trace_file_mb", ("2000", "from 1 to 1000")),
 ]
 
@@ -265,6 +269,23 @@ def test_a_section_that_is_no_object_is_refused(section: Any) -> None:
         parse_settings({"turncache": section})
 
 
+def test_a_rank_has_what_no_two_engines_may_share() -> None:
+    """VLLM gives all ranks one configuration: the second one could not listen."""
+    settings = parse(
+        name="decode-0", control_address="tcp://[::1]:5800", trace_file="/var/log/trace.jsonl"
+    )
+    assert of_rank(settings, 0) == settings
+    third = of_rank(settings, 2)
+    assert third.control_address == "tcp://[::1]:5802"
+    assert (third.name, third.trace_file) == ("decode-0_dp2", "/var/log/trace.jsonl_dp2")
+    assert of_rank(parse(), 3) == parse()
+    assert of_rank(parse(control_address="tcp://127.0.0.1:0"), 1).control_address == (
+        "tcp://127.0.0.1:0"
+    )
+    with pytest.raises(ConfigError, match="65536"):
+        of_rank(parse(control_address="tcp://127.0.0.1:65535"), 1)
+
+
 ANY_VALUE = st.one_of(
     st.none(),
     st.booleans(),
@@ -326,6 +347,7 @@ def configs(groups: list[Any] | None = None, **changes: Any) -> tuple[Any, Any]:
         data_parallel_size=changes.get("dp", 1),
         decode_context_parallel_size=changes.get("dcp", 1),
         prefill_context_parallel_size=changes.get("pcp", 1),
+        enable_fault_tolerance=changes.get("fault_tolerance", False),
     )
     vllm_config = SimpleNamespace(
         cache_config=cache,
@@ -334,14 +356,18 @@ def configs(groups: list[Any] | None = None, **changes: Any) -> tuple[Any, Any]:
         model_config=SimpleNamespace(
             max_model_len=2048,
             is_encoder_decoder=changes.get("encoder", False),
+            is_diffusion=changes.get("diffusion", False),
             enable_sleep_mode=changes.get("sleep", False),
             enable_cumem_allocator=changes.get("cumem", False),
         ),
+        scheduler_config=SimpleNamespace(prefill_schedule_interval=changes.get("interval", 1)),
         speculative_config=changes.get("speculative"),
         weight_transfer_config=changes.get("weight_transfer"),
     )
     kv_cache_config = SimpleNamespace(
-        num_blocks=100, kv_cache_groups=[group()] if groups is None else groups
+        num_blocks=100,
+        kv_cache_groups=[group()] if groups is None else groups,
+        hisparse_host_num_blocks=changes.get("hisparse"),
     )
     return vllm_config, kv_cache_config
 
@@ -368,6 +394,8 @@ def test_an_ordinary_engine_supports_everything() -> None:
         (configs(hash_block_size=8), "hash block size"),
         (configs(speculative=object()), "rejected drafts rewrite blocks"),
         (configs(encoder=True), "encoder-decoder"),
+        (configs(diffusion=True), "diffusion models"),
+        (configs(hisparse=64), "HiSparse"),
         (configs(pp=2), "pipeline parallelism of 2"),
         (configs(dp=4), "data parallelism of 4"),
         (configs(dcp=2), "decode context parallelism of 2"),
@@ -387,12 +415,22 @@ def test_a_weak_hash_is_no_ground_for_a_pull() -> None:
     assert any("collisions" in why for why in facts.unsupported_pull)
 
 
+def test_a_decode_engine_that_holds_prefills_back_is_handed_prompts_as_stock() -> None:
+    """The block that a pull leaves to compute would wait for its turn; prefill's waits anyway."""
+    made = configs(interval=4)
+    of_decode = engine_facts(*made, vllm_version="0.33.0", side=Side.DECODE)
+    assert any("interval of 4" in why for why in of_decode.unsupported_pull)
+    assert of_decode.unsupported == ()
+    assert engine_facts(*made, vllm_version="0.33.0", side=Side.PREFILL).unsupported_pull == ()
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
         ({"sleep": True}, "sleep mode"),
         ({"cumem": True}, "sleep mode"),
         ({"weight_transfer": object()}, "weight transfer"),
+        ({"fault_tolerance": True}, "fault tolerance"),
     ],
 )
 def test_memory_or_weights_that_change_below_it_are_no_ground_for_a_pull(

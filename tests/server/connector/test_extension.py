@@ -97,7 +97,7 @@ class Desk:
         """End a request."""
         self.extension.step_processed()
         call.status = status
-        self.extension.finished(call, [block.block_id for block in blocks], None)
+        self.extension.finished(call, [block.block_id for block in blocks])
         self.pool.free_blocks(reversed(blocks))
 
     def call(self, request_id: str = "r1", *, local_blocks: int = 0, **kwargs: Any) -> list[int]:
@@ -289,7 +289,7 @@ def test_a_preempted_call_is_counted_once(desk: Desk) -> None:
     pulled: Any = SimpleNamespace(returned_blocks=5, known_blocks=5, reason=None, pull_s=1.0)
     desk.extension.looked_at(call, 0)
     desk.extension.admitted(call, pulled)
-    desk.extension.finished(call, [], pulled)
+    desk.extension.finished(call, [])
     record = desk.record()
     assert (record.prompt, record.local, record.returned, record.computed) == (21, 16, 0, 5)
 
@@ -313,6 +313,21 @@ def test_a_refused_pull_is_the_reason_of_a_loss(
     desk.extension.refused_pull("r2", Reason.SOURCE_GONE, named=named)
     desk.answer(call, desk.admit(call, found))
     assert desk.record().reason == reason
+
+
+def test_a_call_that_leaves_before_it_was_let_in_counts_nowhere(desk: Desk) -> None:
+    """Nothing of its prompt was computed: clients that give up in a queue lose no tokens."""
+    desk.call("r1", num_blocks=4)
+    before = desk.extension.counters()
+    gone = request("r2", num_blocks=6, request="call-1")
+    desk.extension.arrived(gone)
+    desk.extension.looked_at(gone, 0)
+    gone.status = "aborted"
+    desk.extension.finished(gone, [])
+    assert desk.extension.counters() == before
+    assert not desk.record().found
+    assert desk.extension.idle
+    assert desk.extension.broken is None
 
 
 # --- source ----------------------------------------------------------------------------------
@@ -434,6 +449,17 @@ def test_off_and_on_at_run_time(desk: Desk) -> None:
     assert len(ask(desk, 3, first=20).block_ids) == 3, "marks are kept in every mode"
     desk.call("r3", num_blocks=3, first=20)
     assert desk.extension.gauges()["retained_blocks"] == 3
+
+
+def test_an_idle_engine_that_is_switched_off_is_no_source_at_once(desk: Desk) -> None:
+    """It obeys with its next call, but nobody is given anything until then."""
+    desk.call(num_blocks=4)
+    reply = ask(desk)
+    seen = desk.service(SetMode())
+    assert isinstance(seen, ModeReply)
+    desk.service(SetMode(mode="off", ticket=seen.ticket))
+    assert ask(desk).block_ids == []
+    assert check(desk, reply) == 0
 
 
 def test_observe_counts_and_touches_nothing() -> None:
@@ -601,7 +627,7 @@ def spoil_finished(desk: Desk) -> Any:
     call = request("bad")
     desk.extension.arrived(call)
     call.status, call.block_hashes, call.num_computed_tokens = "answered", None, 16
-    return desk.extension.finished(call, [1, 2, 3], None)
+    return desk.extension.finished(call, [1, 2, 3])
 
 
 def spoil_before_choice(desk: Desk) -> Any:
@@ -766,6 +792,32 @@ def test_an_idle_engine_that_obeys_later_is_said_to_be_empty(desk: Desk) -> None
     desk.service(Signal(session="taken", kind="final"))
     assert listed(desk).num_sessions == 1
     desk.now_s += 31
+    assert listed(desk).num_sessions == 0
+
+
+def test_an_idle_engine_hears_of_every_session_that_leaves_it(desk: Desk) -> None:
+    """While it is drained others take from it and it steps no more: its mailbox must have room."""
+    for number in range(10):
+        desk.call(f"r{number}", session=f"s{number}", num_blocks=2, first=10 * number)
+    for number in range(2000):
+        hashes = [hash_of(10 * (number % 10) + place) for place in range(2)]
+        seen = desk.service(Peek(session="s", hashes=hashes))
+        assert isinstance(seen, PeekReply)
+        answer = desk.service(
+            Verify(
+                start_id=seen.start_id,
+                generation=seen.generation,
+                block_ids=seen.block_ids,
+                epochs=seen.epochs,
+                hashes=hashes,
+            )
+        )
+        assert isinstance(answer, VerifyReply)
+        assert answer.valid == 2
+    for number in range(10):
+        reply = desk.service(Signal(session=f"s{number}", kind="final"))
+        assert isinstance(reply, SignalReply)
+        assert reply.accepted, reply.why
     assert listed(desk).num_sessions == 0
 
 

@@ -17,6 +17,7 @@ from turncache_server.connector.fingerprint import (
 )
 from turncache_server.connector.peers import difference
 
+LENGTH = 8192
 CONFIG = {
     "hidden_size": 64,
     "rope_scaling": {"type": "yarn", "factor": 4.0},
@@ -47,13 +48,15 @@ def test_member_order_does_not_matter() -> None:
     nested = dict(reversed(CONFIG["rope_scaling"].items()))  # type: ignore[attr-defined]
     reordered = {**dict(reversed(CONFIG.items())), "rope_scaling": nested}
     assert list(reordered) != list(CONFIG)
-    assert config_digest(reordered) == config_digest(CONFIG)
+    assert config_digest(reordered, max_model_len=LENGTH) == config_digest(
+        CONFIG, max_model_len=LENGTH
+    )
 
 
 def test_where_a_model_came_from_does_not_matter() -> None:
     """Path and library version say nothing about what is computed."""
     moved = {**CONFIG, "_name_or_path": "/elsewhere", "transformers_version": "6.0"}
-    assert config_digest(moved) == config_digest(CONFIG)
+    assert config_digest(moved, max_model_len=LENGTH) == config_digest(CONFIG, max_model_len=LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,25 @@ def test_where_a_model_came_from_does_not_matter() -> None:
 )
 def test_what_is_computed_does_matter(changes: dict[str, Any]) -> None:
     """An override of rope scaling gives other KV for equal tokens."""
-    assert config_digest({**CONFIG, **changes}) != config_digest(CONFIG)
+    assert config_digest({**CONFIG, **changes}, max_model_len=LENGTH) != config_digest(
+        CONFIG, max_model_len=LENGTH
+    )
+
+
+@pytest.mark.parametrize("where", ["rope_scaling", "text_config"])
+@pytest.mark.parametrize("named", ["rope_type", "type"])
+def test_two_ways_of_positions_are_two_configurations(where: str, named: str) -> None:
+    """VLLM takes LongRoPE's long factors by the longest sequence, however short a prompt is."""
+    rope: dict[str, Any] = {named: "longrope", "long_factor": [2.0]}
+    config = {**CONFIG, where: rope if where == "rope_scaling" else {"rope_parameters": rope}}
+    one, same, other = (config_digest(config, max_model_len=n) for n in (4096, 4096, 8192))
+    assert one == same != other
+
+
+def test_how_long_a_sequence_may_be_does_not_matter_else() -> None:
+    """Prefill may be started for longer prompts than decode."""
+    one, other = (config_digest(CONFIG, max_model_len=n) for n in (4096, 8192))
+    assert one == other
 
 
 def test_the_same_files_are_the_same_weights(tmp_path: Path) -> None:
@@ -113,7 +134,22 @@ def test_files_are_not_confused_with_each_other(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
     """Two engines that load from elsewhere must not be equal by accident of an empty folder."""
-    assert weights_digest(folder(tmp_path / "a", {"config.json": b"{}"})) == "absent"
+    empty = folder(tmp_path / "a", {"config.json": b"{}"})
+    assert weights_digest(empty) == "absent"
+    for where in (empty, None):
+        said = difference(fingerprint(where), fingerprint(where))
+        assert said.startswith("weights: ")
+        assert "weights_id" in said
+
+
+def test_weights_that_cannot_be_read_go_by_their_name(tmp_path: Path) -> None:
+    """Which the operator gives; what can be read is not a matter of names."""
+    named = [fingerprint(None, weights_id=name) for name in ("a", "a", "b")]
+    assert difference(named[0], named[1]) == ""
+    assert difference(named[0], named[2]) == "weights: said to be a here, said to be b there"
+    assert difference(named[0], fingerprint(None)) != ""
+    read = folder(tmp_path / "a", {"m.bin": weights(50)})
+    assert difference(fingerprint(read, weights_id="a"), fingerprint(read, weights_id="b")) == ""
 
 
 def test_an_empty_weight_file_is_read(tmp_path: Path) -> None:
@@ -127,6 +163,7 @@ def fingerprint(model_folder: Path | None, **changes: Any) -> dict[str, str]:
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(to_dict=lambda: dict(CONFIG)),
             revision=None,
+            max_model_len=LENGTH,
             quantization=changes.get("quantization"),
             dtype=changes.get("dtype", "float32"),
         ),
@@ -140,6 +177,7 @@ def fingerprint(model_folder: Path | None, **changes: Any) -> dict[str, str]:
         vllm_version=changes.get("vllm", "0.32.0"),
         connector_version=changes.get("nixl", "14"),
         model_folder=model_folder,
+        weights_id=changes.get("weights_id", ""),
         hash_block=lambda tokens: changes.get("seed", b"seed-one") + bytes(len(tokens)),
     )
 

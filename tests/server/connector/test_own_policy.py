@@ -64,6 +64,38 @@ def rank(desk: Desk) -> None:
     desk.extension.step_processed()
 
 
+class Timed(Desk):
+    """A desk whose clock goes on while the policy thinks."""
+
+    @property
+    def now_s(self) -> float:  # type: ignore[override]
+        return self._at_s + float(getattr(sys.modules.get("my_policies"), "spent_s", 0.0))
+
+    @now_s.setter
+    def now_s(self, at_s: float) -> None:
+        self._at_s = at_s
+
+
+def test_a_policy_that_takes_its_time_has_little_of_the_engines(install: Install) -> None:
+    """However often something changes: ordering takes time for each lineage that waits."""
+    install(
+        "spent_s = 0.0\n"
+        "class Slow:\n"
+        "    def value(self, lineage, now_s):\n"
+        "        global spent_s\n"
+        "        spent_s += 0.001\n"
+        "        return lineage.retain_until_s\n",
+        "slow = my_policies:Slow",
+    )
+    desk = Timed(policy="slow")
+    began_s = desk.now_s
+    for number in range(400):
+        desk.call(f"r{number}", session=f"s{number % 8}", num_blocks=2, first=10 * (number % 8))
+        desk._at_s += 0.01
+    passed_s = desk.now_s - began_s
+    assert 0 < passed_s - 400 * 0.01 < 0.1 * passed_s
+
+
 BROKEN = {
     "import": ("import nothing_of_that_name", "ModuleNotFoundError"),
     "no such class": ("", "AttributeError"),

@@ -181,11 +181,30 @@ def test_a_peer_that_goes_and_comes_back_is_known_by_its_new_start(
     server.close()
     gone = until(peers, "decode-0", PeerState.GONE)
     assert "no answer" in gone.why
-    engine.start_id = "start-2"
+    engine.start_id, engine.engine_id = "start-2", "decode-0-anew"
     serve(engine, server.address)
     back = until(peers, "decode-0", PeerState.COMPATIBLE)
     assert back.hello is not None
     assert back.hello.start_id == "start-2"
+
+
+def test_a_start_under_the_id_of_the_last_one_is_not_read_from(
+    serve: Callable[..., ControlServer], book: Callable[..., PeerBook]
+) -> None:
+    """NIXL keeps what it has of an id: it would read the old memory, and the new engine confirm."""
+    engine = Engine()
+    peers = book({"decode-0": serve(engine).address})
+    until(peers, "decode-0", PeerState.COMPATIBLE)
+    engine.start_id = "start-2"
+    refused = until(peers, "decode-0", PeerState.INCOMPATIBLE)
+    assert "leave engine_id out" in refused.why
+    greeted = len(engine.seen)
+    while len(engine.seen) < greeted + 3:
+        peers.hurry()
+        time.sleep(0.01)
+    assert until(peers, "decode-0", PeerState.INCOMPATIBLE).why == refused.why
+    engine.engine_id = "decode-0-anew"
+    until(peers, "decode-0", PeerState.COMPATIBLE)
 
 
 def test_one_dead_peer_does_not_hide_another(

@@ -35,6 +35,7 @@ class Engine:
         self.mailbox = Mailbox()
         self.content: list[bytes | None] = [None] * num_blocks
         self.serving = True
+        self.awaited: set[bytes] = set(CHAIN)
         self.source = self.make_source(Source)
 
     def make_source(self, kind: type[Source]) -> Source:
@@ -45,6 +46,7 @@ class Engine:
             self.mailbox,
             serving=lambda: self.serving,
             known_blocks=lambda session, hashes: len(hashes) if session == "known" else 0,
+            awaits=lambda tail: tail in self.awaited,
         )
 
     # --- the engine thread -----------------------------------------------------------------------
@@ -203,6 +205,14 @@ def test_a_verify_confirms_up_to_the_first_change(engine: Engine) -> None:
     engine.rewrite(blocks[2], hash_of(99), run=True)
     assert engine.verify(reply).valid == 2
     assert engine.mailbox.drain()[-1] == HandedOver(CHAIN[1])
+
+
+def test_a_tail_that_nobody_waits_for_takes_no_room(engine: Engine) -> None:
+    """An idle engine works its mailbox off with its next call only."""
+    engine.write(CHAIN[0])
+    engine.awaited.clear()
+    assert engine.verify(engine.peek()).valid == 1
+    assert [type(command) for command in engine.mailbox.drain()] == [Promote]
 
 
 def test_a_rewrite_with_equal_content_is_a_change(engine: Engine) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 
 from turncache_server.retention.mailbox import (
+    MOST_PROMOTIONS,
     HandedOver,
     Mailbox,
     Promote,
+    Signalled,
     SwitchMode,
 )
+from turncache_server.retention.values import Limits, Signal
 
 
 def promote(number: int) -> Promote:
@@ -39,6 +42,24 @@ def test_promotions_leave_room_for_everything_else() -> None:
     """An idle engine that is peeked at still hears a change of mode."""
     mailbox = Mailbox(capacity=4)
     assert [mailbox.post(promote(i)) for i in range(3)] == [True, True, False]
+    assert mailbox.post(SwitchMode("off"))
+
+
+def test_promotions_are_few_and_signals_are_as_many_as_sessions() -> None:
+    """Those carry whole prompts; of these each may say that a session has left."""
+    mailbox = Mailbox()
+    assert sum(mailbox.post(promote(i)) for i in range(1000)) == MOST_PROMOTIONS
+    finals = [
+        Signalled(f"s{i}", Signal.FINAL, None) for i in range(Limits(num_blocks=1).max_sessions)
+    ]
+    assert all(mailbox.post(final) for final in finals)
+
+
+def test_a_change_of_mode_finds_room_when_there_is_none() -> None:
+    """Whatever an idle engine was told before."""
+    mailbox = Mailbox(capacity=16)
+    while mailbox.post(HandedOver(b"h")):
+        pass
     assert mailbox.post(SwitchMode("off"))
 
 

@@ -31,6 +31,31 @@ def test_sessions_in_flight_are_forgotten_last() -> None:
     assert lineages.stats().sessions == 2
 
 
+def test_calls_that_retain_nothing_make_no_waiting_session_forgotten() -> None:
+    """An agent's tool runs, and meanwhile others pass, each under a name of its own."""
+    lineages = table(max_sessions=8, num_blocks=64)
+    for number in range(4):
+        call(lineages, f"agent{number}", "ab", first_block=10 * number, tenant=f"t{number}")
+    for number in range(200):
+        call(lineages, f"s{number}", f"{number:04}", first_block=50, retain_s=0)
+        assert lineages.stats().sessions <= 8
+    assert wanted(lineages, 64) == {10 * number + place for number in range(4) for place in (0, 1)}
+    assert all(lineages.knows(f"agent{number}") for number in range(4))
+
+
+def test_sessions_that_never_come_back_are_forgotten_once_they_want_nothing() -> None:
+    """However many they are: those that are spared have their turn when their time is over."""
+    lineages = table(max_sessions=8, num_blocks=64, retain_default_s=10)
+    for number in range(100):
+        call(lineages, f"s{number}", f"{number:04}", first_block=4 * (number % 16), now_s=number)
+        lineages.expire(number)
+        assert lineages.stats().sessions <= 8
+    lineages.expire(200)
+    assert wanted(lineages, 64) == set()
+    call(lineages, "next", "x", retain_s=0)
+    assert lineages.stats().sessions == 8
+
+
 def test_remembered_hashes_are_bounded_in_pools() -> None:
     """However many sessions never come back."""
     lineages = table(num_blocks=16)
