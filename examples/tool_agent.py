@@ -6,9 +6,12 @@ import argparse
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import openai
 
 import turncache
 from turncache import OpenAI
@@ -83,4 +86,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except openai.APIConnectionError as error:
+        sys.exit(f"no answer from {error.request.url}: {error.__cause__ or error}")
+    except openai.APIStatusError as error:
+        sys.exit(f"{error.request.url} refuses: {' '.join(error.message.split())[:300]}")
+    except turncache.TurncacheError as error:
+        sys.exit(str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from turncache.testing import FakeServer, forget_everything
+from turncache.testing import Failure, FakeServer, forget_everything
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,6 +33,36 @@ def test_an_example_runs(path: Path) -> None:
         assert "session example" in done.stdout
         assert {request.headers["x-session-id"] for request in server.requests} == {"example"}
         assert len(server.requests) > 1, "the tool's result went back to the model"
+
+
+def ended(path: Path, *arguments: str, **environment: str) -> str:
+    """Run an example that cannot go on; return the one line that it ends with."""
+    done = subprocess.run(
+        [sys.executable, path, "--tool-seconds", "0", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_an_example_that_cannot_go_on_ends_in_one_line(path: Path) -> None:
+    """Which URL it is about and why: nobody answers, a refusal, or a setting of ours."""
+    nobody = ended(path, "--base-url", "http://127.0.0.1:9/v1")
+    assert nobody.startswith("no answer from http://127.0.0.1:9/v1/chat/completions: ")
+    assert "refused" in nobody
+    with FakeServer() as server:
+        server.script(Failure(status=404, message="no model 'm';\ntry another"))
+        line = ended(path, "--base-url", server.url, "--model", "m")
+        assert line.startswith(f"{server.url}/chat/completions refuses: Error code: 404")
+        assert "no model" in line
+        line = ended(path, "--base-url", server.url, TURNCACHE_PROFILE="fsat")
+    assert line.startswith("TURNCACHE_PROFILE: 'fsat'")
 
 
 def test_every_example_is_in_the_table() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import openai
 
+import turncache
 from turncache.langgraph import thread_session
 
 
@@ -26,11 +27,15 @@ def parse(about: str | None, question: str, arguments: Sequence[str] | None) -> 
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run an example as a program: a server that does not answer is one line."""
+    """Run an example as a program: what the server does not do is one line."""
     try:
         main()
     except openai.APIConnectionError as error:
-        sys.exit(f"no answer from {error.request.url}: {error}")
+        sys.exit(f"no answer from {error.request.url}: {error.__cause__ or error}")
+    except openai.APIStatusError as error:
+        sys.exit(f"{error.request.url} refuses: {' '.join(error.message.split())[:300]}")
+    except turncache.TurncacheError as error:
+        sys.exit(str(error))
 
 
 def show(thread: str) -> None:

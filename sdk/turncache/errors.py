@@ -78,3 +78,8 @@ class EngineRefusal(EngineFault):
         """Keep the code beside the message."""
         super().__init__(engine, f"refused ({code}): {why}")
         self.code = code
+
+
+def why_of(error: Exception) -> str:
+    """Return what is wrong with a file, without the file's name: the message names it already."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html as markup
 import json
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,21 +40,37 @@ def _word(value: str | None) -> str:
     return "-" if value is None else str(value)
 
 
-_COLUMNS: Final = (
+#: What names a call: where a table is too wide for one, every part of it begins with these.
+_NAMES: Final = (
     _Column("turn", "", lambda call: _count(call.turn)),
     _Column("call", "", lambda call: _count(call.call)),
-    _Column("cause", "", lambda call: _word(call.cause), left=True),
-    _Column("boundary", "", lambda call: _word(call.error or call.boundary), left=True),
-    _Column("prompt", "tokens", lambda call: _count(call.prompt)),
-    _Column("local", "tokens", lambda call: _count(call.local)),
-    _Column("returned", "tokens", lambda call: _count(call.returned)),
-    _Column("computed", "tokens", lambda call: _count(call.computed)),
-    _Column("lost", "tokens", lambda call: _count(call.lost)),
-    _Column("plan", "", lambda call: _word(call.plan), left=True),
-    _Column("reason", "", lambda call: _word(call.reason), left=True),
-    _Column("ttft", "s", lambda call: _seconds(call.ttft_s)),
-    _Column("total", "s", lambda call: _seconds(call.seconds)),
 )
+#: What belongs together, and stays together where there is room for it.
+_GROUPS: Final = (
+    (
+        _Column("cause", "", lambda call: _word(call.cause), left=True),
+        _Column("boundary", "", lambda call: _word(call.error or call.boundary), left=True),
+    ),
+    (
+        _Column("prompt", "tokens", lambda call: _count(call.prompt)),
+        _Column("local", "tokens", lambda call: _count(call.local)),
+        _Column("returned", "tokens", lambda call: _count(call.returned)),
+        _Column("computed", "tokens", lambda call: _count(call.computed)),
+        _Column("lost", "tokens", lambda call: _count(call.lost)),
+    ),
+    (
+        _Column("plan", "", lambda call: _word(call.plan), left=True),
+        _Column("reason", "", lambda call: _word(call.reason), left=True),
+    ),
+    (
+        _Column("ttft", "s", lambda call: _seconds(call.ttft_s)),
+        _Column("total", "s", lambda call: _seconds(call.seconds)),
+    ),
+)
+_COLUMNS: Final = (*_NAMES, *(column for group in _GROUPS for column in group))
+_GAP: Final = "  "
+#: Width where there is no terminal: nothing is wrapped there.
+_ENDLESS: Final = 10_000
 
 
 def outcome(result: Any) -> Outcome | None:
@@ -120,17 +137,59 @@ def totals(calls: Sequence[CallRecord]) -> Totals:
     )
 
 
-def table(session: Session) -> str:
-    """Return a table of the session's calls, one line each, with units, for a terminal."""
+def table(session: Session, width: int | None = None) -> str:
+    """Return a table of the session's calls, one line each, with units.
+
+    Args:
+        session: whose calls.
+        width: columns that there are, by default those of the terminal, and any number where
+            standard output is none. What does not fit beside the rest stands below it, each
+            part with a line per call.
+    """
+    if width is None:
+        width = shutil.get_terminal_size((_ENDLESS, 24)).columns
     calls = session.calls
-    cells = [[column.show(call) for column in _COLUMNS] for call in calls]
-    heads = [[column.title for column in _COLUMNS], [column.unit for column in _COLUMNS]]
-    widths = [max(map(len, row)) for row in zip(*heads, *cells, strict=True)]
     lines = [_headline(session, totals(calls))]
     if calls:
-        lines += [_line(row, widths) for row in (*heads, *cells)]
+        parts = _parts({column.title: _width(column, calls) for column in _COLUMNS}, width)
+        lines += "\n\n".join("\n".join(_lines(part, calls)) for part in parts).split("\n")
     lines += [f"advice: {text}" for text in session.advice]
     return "\n".join(lines)
+
+
+def _parts(widths: Mapping[str, int], width: int) -> list[list[_Column]]:
+    """Lay columns side by side as far as they fit; a group that is too wide alone is taken apart.
+
+    Args:
+        widths: of the columns, by title.
+        width: of a line.
+    """
+
+    def fits(*columns: _Column) -> bool:
+        return sum(widths[each.title] + len(_GAP) for each in columns) - len(_GAP) <= width
+
+    parts = [list(_NAMES)]
+    for group in _GROUPS:
+        whole = fits(*_NAMES, *group)
+        for columns in (group,) if whole else ((each,) for each in group):
+            if len(parts[-1]) > len(_NAMES) and not fits(*parts[-1], *columns):
+                parts.append(list(_NAMES))
+            parts[-1] += columns
+    return parts
+
+
+def _width(column: _Column, calls: Sequence[CallRecord]) -> int:
+    cells = (len(column.show(call)) for call in calls)
+    return max(len(column.title), len(column.unit), *cells)
+
+
+def _lines(columns: Sequence[_Column], calls: Sequence[CallRecord]) -> list[str]:
+    rows = [[column.title for column in columns], [column.unit for column in columns]]
+    rows += [[column.show(call) for column in columns] for call in calls]
+    if not any(rows[1]):
+        del rows[1]
+    widths = [_width(column, calls) for column in columns]
+    return [_line(row, columns, widths) for row in rows]
 
 
 def html(session: Session) -> str:
@@ -192,8 +251,8 @@ def _headline(session: Session, total: Totals) -> str:
     return f"session {name}: {calls}, {reused}{lost}"
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(
+def _line(cells: Sequence[str], columns: Sequence[_Column], widths: Sequence[int]) -> str:
+    return _GAP.join(
         cell.ljust(width) if column.left else cell.rjust(width)
-        for cell, width, column in zip(cells, widths, _COLUMNS, strict=True)
+        for cell, column, width in zip(cells, columns, widths, strict=True)
     ).rstrip()

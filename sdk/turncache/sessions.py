@@ -44,6 +44,7 @@ from turncache.protocol import (
     format_tools,
 )
 from turncache.records import Call, CallRecord
+from turncache.spelling import none_of
 
 LOG: Final = logging.getLogger("turncache")
 
@@ -457,8 +458,7 @@ def _cause(cause: Cause | str) -> Cause:
     try:
         return Cause(cause)
     except ValueError:
-        legal = ", ".join(member.value for member in Cause)
-        raise UsageError(f"cause={cause!r}: expected one of {legal}") from None
+        raise UsageError(f"cause={none_of(cause, Cause)}") from None
 
 
 def _plain(history: str | Sequence[Any]) -> str | list[Any]:

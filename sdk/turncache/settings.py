@@ -24,6 +24,7 @@ from typing import Final
 from turncache.errors import ConfigError, ProtocolError
 from turncache.hosts import check_pattern
 from turncache.protocol import check_session_id
+from turncache.spelling import none_of
 
 LOG: Final = logging.getLogger("turncache")
 
@@ -86,8 +87,7 @@ def parse_profile(text: str, setting: str) -> Profile:
     try:
         return Profile(text.strip().lower())
     except ValueError:
-        legal = ", ".join(profile.value for profile in Profile)
-        raise ConfigError(setting, f"{text!r}: expected one of {legal}") from None
+        raise ConfigError(setting, none_of(text, Profile)) from None
 
 
 def parse_hosts(names: list[str] | tuple[str, ...], setting: str) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def set_up_logging(environ: Mapping[str, str] = os.environ) -> None:
     if not text:
         return
     if text not in _LEVELS:
-        raise ConfigError("TURNCACHE_LOG", f"{text!r}: expected one of {', '.join(_LEVELS)}")
+        raise ConfigError("TURNCACHE_LOG", none_of(text, _LEVELS))
     LOG.setLevel(_LEVELS[text])
     if not LOG.hasHandlers():
         handler = logging.StreamHandler()

@@ -28,7 +28,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from turncache.errors import ConfigError
+from turncache.errors import ConfigError, why_of
+from turncache.spelling import no_such
 
 NAME: Final = "turncache-profile"
 SCHEMA: Final = f"{NAME}/1"
@@ -202,7 +203,7 @@ def load_profile(path: Path) -> CostProfile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), f"cannot be read: {error}") from error
+        raise ConfigError(str(path), f"cannot be read: {why_of(error)}") from error
     return parse_profile(text, name=str(path))
 
 
@@ -244,7 +245,7 @@ def _values(kind: Any, found: Mapping[str, Any], name: str) -> dict[str, Any]:
     known = {each.name: each for each in fields(kind)}
     for member in found:
         if member not in known:
-            raise ConfigError(name, f"{member}: expected one of {', '.join(sorted(known))}")
+            raise ConfigError(name, f"{member}: {no_such('member', member, known)}")
     out: dict[str, Any] = {}
     for member, each in known.items():
         if member in found:

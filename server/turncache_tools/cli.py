@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from turncache_server.exits import OK
 from turncache_tools.control import mode, sessions, stats
 from turncache_tools.doctor import doctor
 from turncache_tools.draining import drain
@@ -16,7 +17,7 @@ from turncache_tools.flags import flags
 from turncache_tools.report import report
 from turncache_tools.router_verb import router, takes_settings
 from turncache_tools.serve import serve
-from turncache_tools.shell import OK, PassingOn, Verb, Verbs, write
+from turncache_tools.shell import PassingOn, Verb, Verbs, write
 from turncache_tools.stack_options import takes_stack
 from turncache_tools.top import top
 

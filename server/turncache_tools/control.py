@@ -11,6 +11,7 @@ import typer
 
 from turncache.errors import TurncacheError, UsageError
 from turncache.protocol import Mode
+from turncache.spelling import none_of
 from turncache_server.control.addresses import check_address
 from turncache_server.control.client import ControlClient, switch_mode
 from turncache_server.control.keys import FleetKeys, read_fleet_keys
@@ -24,8 +25,8 @@ from turncache_server.control.messages import (
     Stats,
     StatsReply,
 )
+from turncache_server.exits import CHECK_FAILED
 from turncache_tools.shell import (
-    CHECK_FAILED,
     check_seconds,
     progress,
     write_json,
@@ -69,7 +70,7 @@ def mode(
     check_seconds(timeout, "--timeout")
     wanted = engines[-1] if engines[-1] in set(Mode) else ""
     if not wanted and engines[-1].isalpha() and engines[-1] != "localhost":
-        raise UsageError(f"{engines[-1]!r}: no mode; expected on, observe or off")
+        raise UsageError(f"mode {none_of(engines[-1], Mode)}")
     keys = fleet_keys(fleet_secret_file)
     addresses = control_addresses(engines[:-1] if wanted else engines, keyed=keys is not None)
 

@@ -17,17 +17,20 @@ from turncache.errors import EnvironmentFault, TurncacheError, UsageError
 from turncache_server.control.client import ControlClient
 from turncache_server.control.keys import FleetKeys
 from turncache_server.control.messages import Hello, HelloReply
-from turncache_server.launch.loopback import is_healthy
+from turncache_server.exits import CHECK_FAILED
 from turncache_server.launch.machine import (
     EngineEnvironment,
     inspect_environment,
     inspect_machine,
 )
 from turncache_server.versions import Support, name_tested_versions, support_of
+from turncache_tools import urls
 from turncache_tools.control import TIMEOUT_S, SecretFile, control_addresses, fleet_keys, why_silent
 from turncache_tools.doctor_log import look_at_log
+from turncache_tools.doctor_router import look_at_router
 from turncache_tools.finding import Finding, Verdict
-from turncache_tools.shell import CHECK_FAILED, write_json, write_table
+from turncache_tools.router_looks import NO_KEY
+from turncache_tools.shell import write_json, write_table
 
 _GIB: Final = 2**30
 #: One small call may wait behind a long queue.
@@ -60,8 +63,11 @@ def doctor(
         str | None, typer.Option(help="Model for --base-url; else the first that it lists.")
     ] = None,
     api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="Key for --base-url.", show_default=False)
-    ] = "-",
+        str,
+        typer.Option(
+            envvar="OPENAI_API_KEY", help="Key for --base-url and --router.", show_default=False
+        ),
+    ] = NO_KEY,
     log: Annotated[
         str | None,
         typer.Option(help="Logged requests, one JSON object per line; - for standard input."),
@@ -83,16 +89,7 @@ def doctor(
     if engines and (keys is not None or fleet_secret_file is None):
         findings += look_at_engines(control_addresses(engines, keyed=keys is not None), keys=keys)
     if router is not None:
-        healthy = is_healthy(_base_url(router))
-        findings.append(
-            Finding(
-                subject=router,
-                verdict="ok" if healthy else "failed",
-                detail="answers /health"
-                if healthy
-                else "does not answer /health with 200: is it running there, are its engines?",
-            )
-        )
+        findings += look_at_router(urls.base_url(router, "--router"), api_key=api_key)
     if as_json:
         write_json([asdict(finding) for finding in findings])
     else:
@@ -103,23 +100,12 @@ def doctor(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _base_url(text: str, option: str = "--router", schemes: Sequence[str] = ("http",)) -> str:
-    try:
-        parts = urlsplit(text)
-        legal = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        legal = False
-    if not legal:
-        raise UsageError(f"{option} {text!r}: expected http://host:port")
-    return text.rstrip("/")
-
-
 def _look_at_base_url(text: str, model: str | None, api_key: str) -> list[Finding]:
     # Only this question needs the openai package: the others must not pay for it.
     from turncache.client import OpenAI  # noqa: PLC0415
     from turncache_tools.doctor_server import look_at_server  # noqa: PLC0415
 
-    url = _base_url(text, "--base-url", ("http", "https"))
+    url = urls.http_url(text, "--base-url")
     if not urlsplit(url).path:
         # Where every OpenAI-compatible server has its API.
         url += "/v1"

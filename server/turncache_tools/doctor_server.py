@@ -54,7 +54,11 @@ def look_at_server(client: turncache.OpenAI, model: str | None = None) -> list[F
         return [_failed(where, f"answers with status {error.status_code}: {_words(error)}")]
     except openai.APIConnectionError as error:
         why = error.__cause__ or error
-        return [_failed(where, f"does not answer ({type(why).__name__}): is it running there?")]
+        return [
+            _failed(
+                where, f"does not answer ({str(why) or type(why).__name__}): is it running there?"
+            )
+        ]
 
 
 def _first_model(client: turncache.OpenAI) -> str | None:

@@ -16,8 +16,9 @@ import typer
 
 from turncache_server.control.client import ControlClient, set_draining
 from turncache_server.control.messages import MAX_SESSIONS, Sessions, SessionsReply
+from turncache_server.exits import CHECK_FAILED
 from turncache_tools.control import TIMEOUT_S, Json, SecretFile, control_addresses, fleet_keys
-from turncache_tools.shell import CHECK_FAILED, check_seconds, progress, write, write_json
+from turncache_tools.shell import check_seconds, progress, write, write_json
 
 #: More than two of the router's default health checks.
 SETTLE_S: Final = 5.0

@@ -14,6 +14,7 @@ from turncache.errors import EngineFault, UsageError
 from turncache_server.control.client import ControlClient
 from turncache_server.control.keys import FleetKeys
 from turncache_server.control.messages import Hello, HelloReply, Stats, StatsReply
+from turncache_server.exits import CHECK_FAILED
 from turncache_server.retention.trace import Trace, read_trace
 from turncache_tools.control import (
     TIMEOUT_S,
@@ -33,13 +34,11 @@ from turncache_tools.observed.words import (
     reason_table,
     remedy_table,
 )
+from turncache_tools.outputs import AsJson, HtmlFile, OutFile, check_files, write_files
 from turncache_tools.shell import (
-    CHECK_FAILED,
-    check_folder,
     check_seconds,
     progress,
     write,
-    write_file,
     write_json,
     write_table,
     write_titled,
@@ -60,16 +59,17 @@ def report(
         float | None,
         typer.Option(help="Prompt tokens per second of one accelerator, instead of measured."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write one HTML page here.")] = None,
+    out: OutFile = None,
+    html: HtmlFile = None,
     fleet_secret_file: SecretFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = TIMEOUT_S,
-    as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what was computed twice, and what retention or more memory would save."""
     if prefill_speed is not None and not prefill_speed > 0:
         raise UsageError(f"--prefill-speed {prefill_speed}: expected tokens per second above 0")
     check_seconds(timeout, "--timeout")
-    check_folder(html, "--html")
+    check_files(out=out, html=html)
     files = [Path(text) for text in sources if Path(text).is_file()]
     addresses = [text for text in sources if not Path(text).is_file()]
     for text in addresses:
@@ -89,8 +89,7 @@ def report(
                 progress(f"{port}: there is no such file, so that it is taken for a port")
             raise
     made = report_on(usages, total(usages), speed=prefill_speed)
-    if html is not None:
-        write_file(html, page(made), "--html")
+    write_files(made.to_dict(), lambda: page(made), out=out, html=html)
     if as_json:
         write_json(made.to_dict())
     else:

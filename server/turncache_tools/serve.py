@@ -8,9 +8,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from turncache_server.exits import OK
 from turncache_server.launch.spec import StackSpec
 from turncache_server.launch.stack import START_TIMEOUT_S, start
-from turncache_tools.shell import OK, progress, write, write_json, write_table
+from turncache_tools.shell import progress, write, write_json, write_table
 
 
 def serve(

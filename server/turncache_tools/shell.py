@@ -1,9 +1,10 @@
-"""What every verb shares: exit codes, flags after ``--``, output for people and for programs."""
+"""What every verb shares: errors as messages, flags after ``--``, output of every kind."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,34 +16,39 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from turncache.errors import EngineFault, EnvironmentFault, TurncacheError, UsageError
+from turncache.errors import TurncacheError, UsageError, why_of
+from turncache.spelling import did_you_mean
+from turncache_server.exits import INTERRUPTED, OK, exit_code
 
-OK: Final = 0
-CHECK_FAILED: Final = 1
-USAGE: Final = 2
-ENVIRONMENT: Final = 3
-ENGINE: Final = 4
-INTERRUPTED: Final = 130
-
+#: What the parser raises on a wrong command line; its place depends on typer's version.
+_REFUSED: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 _EXTRA_ARGUMENTS: Final = "turncache.extra_arguments"
 #: Width of output that goes nowhere a person looks at it: no table is folded there.
 _PIPE_WIDTH: Final = 240
 _NUMBER: Final = re.compile(r"-|[+-]?[\d,]+(\.\d+)?( ?(%|\u00d7|s|ms))?")
 
 
-def exit_code(error: TurncacheError) -> int:
-    """Return the exit code for an error, by who must act."""
-    if isinstance(error, UsageError):
-        return USAGE
-    if isinstance(error, EnvironmentFault):
-        return ENVIRONMENT
-    if isinstance(error, EngineFault):
-        return ENGINE
-    return CHECK_FAILED
+def _clearer(error: Exception, command: Any, ctx: Any, args: Sequence[str]) -> Exception:
+    """Let a usage error of the parser's say what was meant, as our own do."""
+    known = {name for p in command.get_params(ctx) for name in (*p.opts, *p.secondary_opts)}
+    if name := getattr(error, "option_name", None) if hasattr(error, "possibilities") else None:
+        error.possibilities = ()  # type: ignore[attr-defined]
+        error.message = f"No such option: {name}{did_you_mean(name, known)}"  # type: ignore[attr-defined]
+    elif "unexpected extra argument" in str(error) and "--json" in args and "--out" in known:
+        error.message += "; --json takes no file, --out does"  # type: ignore[attr-defined]
+    return error
 
 
 class Verbs(TyperGroup):
     """The group of verbs: the one place where errors become messages and exit codes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read what stands before the verb."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except _REFUSED as error:
+            raise _clearer(error, self, ctx, given) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Run a verb."""
@@ -66,6 +72,14 @@ class Verbs(TyperGroup):
 
 class Verb(TyperCommand):
     """A verb: plain help in sections, in which no name and no value is cut off."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read its command line."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except _REFUSED as error:
+            raise _clearer(error, self, ctx, given) from None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what stands behind the verb's name: arguments as their metavars say."""
@@ -178,6 +192,9 @@ def run_verb(verb: Callable[..., None], arguments: Sequence[str], name: str) -> 
     code = typer.main.get_command(own).main(
         list(arguments), prog_name=f"turncache {name}", standalone_mode=False
     )
+    if code == INTERRUPTED:
+        # The parser turned it into a code without a word.
+        raise KeyboardInterrupt
     return code if isinstance(code, int) else OK
 
 
@@ -213,6 +230,8 @@ def check_folder(path: Path | None, option: str) -> None:
         raise UsageError(f"{option} {path}: there is no folder {path.parent}")
     if path is not None and path.is_dir():
         raise UsageError(f"{option} {path}: a folder; name a file in it")
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {path}: cannot be written: permission denied")
 
 
 def write_file(path: Path, text: str, option: str) -> None:
@@ -224,7 +243,7 @@ def write_file(path: Path, text: str, option: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{option} {path}: cannot be written: {error}") from error
+        raise UsageError(f"{option} {path}: cannot be written: {why_of(error)}") from error
 
 
 def assignments(texts: Sequence[str], option: str) -> Mapping[str, Any]:

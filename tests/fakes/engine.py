@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import json
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import zmq
 from aiohttp import web
 
 from tests.fakes import engine_apis
+from turncache.protocol import Mode
 from turncache_server.control.messages import (
     Call,
     CallReply,
@@ -44,6 +46,8 @@ from turncache_server.control.messages import (
     SetMode,
     Signal,
     SignalReply,
+    Stats,
+    StatsReply,
     encode,
 )
 from turncache_server.control.server import ControlServer
@@ -193,6 +197,7 @@ class FakeEngine:
         num_cancelled: chat completions whose client left.
         replies: outcomes by ``tc_request``, as the control socket tells them.
         asked: the calls that it was asked about.
+        totals: of calls of sessions that have ended, as the control socket tells them.
         signals: what the control socket was told of sessions.
         mode: of the extension; in any but ``on`` it pulls nothing.
         draining: what it was told, and tells routers.
@@ -234,6 +239,7 @@ class FakeEngine:
         self.num_model_questions = 0
         self.replies: dict[str, CallReply] = {}
         self.asked: list[str] = []
+        self.totals: Counter[str] = Counter()
         self.signals: list[Signal] = []
         self.mode = "on"
         self.draining = False
@@ -313,7 +319,7 @@ class FakeEngine:
                     start_id=f"start-{self.num_starts}",
                     generation=1,
                     side=self.side,
-                    mode="on",
+                    mode=self.mode,
                     fingerprint={"model": self.models[0]},
                     block_size=BLOCK_TOKENS,
                     num_blocks=self.num_blocks,
@@ -329,6 +335,8 @@ class FakeEngine:
                 return self._in_force()
             case Sessions():
                 return self._sessions(request.session)
+            case Stats():
+                return self._stats()
             case Signal():
                 self.signals.append(request)
                 if request.kind == "final":
@@ -378,6 +386,22 @@ class FakeEngine:
             draining=self.draining,
         )
 
+    def _stats(self) -> StatsReply:
+        """Return totals, and what is kept of sessions, by the names that the extension has."""
+        kept = {block for chain in self.kept.values() for block in chain} & self.kv.blocks
+        return StatsReply(
+            counters={name: float(value) for name, value in self.totals.items()},
+            gauges={
+                "blocks": float(self.num_blocks),
+                "retained_blocks": float(len(kept)),
+                "sessions": float(len(self.kept)),
+                "lineages": float(len(self.kept)),
+                "calls_in_flight": float(self.num_active),
+                "broken": 0.0,
+                **{f"mode_{mode.value}": float(mode.value == self.mode) for mode in Mode},
+            },
+        )
+
     # --- HTTP ----------------------------------------------------------------------------
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -415,8 +439,20 @@ class FakeEngine:
         finally:
             self.num_active -= 1
             request_id = seen.xargs.get("tc_request", "")
-            if (reply := self.replies.get(request_id)) is not None:
+            reply = self.replies.get(request_id)
+            if reply is not None and not reply.done:
                 self.replies[request_id] = msgspec.structs.replace(reply, done=True)
+                self._count(seen, reply)
+
+    def _count(self, seen: Seen, reply: CallReply) -> None:
+        """Count a call of a session that has ended, as the extension does."""
+        if "tc_session" not in seen.xargs:
+            return
+        for name in ("prompt", "local", "returned", "computed", "lost"):
+            self.totals[f"{name}_tokens"] += getattr(reply, name)
+        self.totals[f"lost_tokens_{reply.reason}"] += reply.lost
+        self.totals["calls"] += 1
+        self.totals[f"calls_{reply.reason}"] += 1
 
     async def _scripted(
         self, request: web.Request, seen: Seen, script: Script

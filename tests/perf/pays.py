@@ -88,7 +88,7 @@ class Sweep:
         size = ("--agents", 1, "--calls", self.calls, "--answer", ANSWER, "--wait", WAIT_S)
         what = (*work, *size, *(miss if self.miss_rate else ()))
         more = ("--rounds", rounds or self.rounds, "--resume", self.kept)
-        files = ("--json", self.file, "--html", self.file.with_suffix(".html"))
+        files = ("--out", self.file, "--html", self.file.with_suffix(".html"))
         compared = ("--verify",) if self.verify and verify else ()
         return [str(each) for each in (*what, *more, *files, *compared)]
 

@@ -148,9 +148,10 @@ def loop(client: turncache.OpenAI, server: FakeServer) -> turncache.Session:
 
 
 def test_the_table_has_a_line_per_call_with_units(
-    client: turncache.OpenAI, server: FakeServer
+    client: turncache.OpenAI, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """print(session) shows totals, units, one line per call, and advice."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     head, names, units, *lines = str(loop(client, server)).splitlines()
     assert head.startswith("session ticket-4711: 3 calls, ")
     assert ", 0 lost" in head
@@ -170,6 +171,41 @@ def test_the_table_has_a_line_per_call_with_units(
     assert advice.startswith("advice: message 0 (system)")
     ends = {line.rindex("s", 0, len(names)) for line in (units,)}
     assert ends == {len(names) - 1}
+
+
+def cells_of(text: str) -> list[list[str]]:
+    """Return what a table says of each call, whatever stands beside or below what."""
+    parts = [
+        [line.split() for line in part.splitlines() if line.split()[0].isdigit()]
+        for part in text.split("\n\n")
+    ]
+    return [
+        [*rows[0][:2], *(cell for row in rows for cell in row[2:])]
+        for rows in zip(*parts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("columns", "num_parts"), [(120, 1), (80, 2), (60, 3), (40, 4), (1, 11)])
+def test_a_narrow_terminal_loses_no_figure(
+    client: turncache.OpenAI,
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+    num_parts: int,
+) -> None:
+    """What does not fit beside the rest stands below it, and is named there again."""
+    session = loop(client, server)
+    monkeypatch.setenv("COLUMNS", "200")
+    wide = str(session).splitlines()[1:-1]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    head, *lines, advice = str(session).splitlines()
+    assert head.startswith("session ticket-4711: 3 calls, ")
+    assert advice.startswith("advice: ")
+    text = "\n".join(lines)
+    assert text.count("turn  call") == num_parts
+    assert cells_of(text) == cells_of("\n".join(wide))
+    if columns >= 40:
+        assert max(map(len, lines)) <= columns
 
 
 def test_an_empty_session_prints() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 import socket
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from turncache.errors import (
     TurncacheError,
     UsageError,
 )
+from turncache_server.exits import exit_code
 from turncache_tools.__main__ import main
-from turncache_tools.shell import exit_code, write_table
+from turncache_tools.shell import write_table
 
 Run = Callable[..., Ran]
 
@@ -86,6 +88,7 @@ def test_the_exit_code_says_who_must_act(error: TurncacheError, code: int) -> No
         ("bench", "--timeout", "0"),
         ("bench", "--retain", "-3"),
         ("bench", "--json", "/"),
+        ("bench", "--out", "/"),
         ("bench", "--control", "70000"),
         ("calibrate", "--timeout", "-1"),
         ("calibrate", "--most-seconds", "nan"),
@@ -111,7 +114,9 @@ def test_a_wrong_command_line_is_refused(turncache: Run, arguments: Sequence[str
         (("bench", "--arms", "nope"), "--arms nope: expected off, idle, retention, both"),
         (("drain", "5800", "--timeout", "-1"), "--timeout -1: expected seconds from 0"),
         (("router", "--config", "x", "--json"), "--json: it goes with --check"),
-        (("bench", "--json", "/"), "--json /: a folder"),
+        (("bench", "--out", "/"), "--out /: a folder"),
+        (("plan", "--prior", "qwen3-8b", "--pool", "9", "--out", "/"), "--out /: a folder"),
+        (("report", "5800", "--html", "/"), "--html /: a folder"),
     ],
     ids=str,
 )
@@ -143,14 +148,60 @@ def test_an_engine_that_does_not_answer_is_told_once(turncache: Run, verb: str) 
 
 @pytest.mark.parametrize(
     "verb",
-    ["serve", "flags", "router", "mode", "stats", "report", "doctor", "plan", "calibrate"],
+    [
+        *("serve", "flags", "router", "mode", "stats", "sessions", "top", "drain", "report"),
+        *("doctor", "bench", "calibrate", "plan", "demo"),
+    ],
     ids=str,
 )
 def test_every_verb_has_help_and_json(turncache: Run, verb: str) -> None:
-    """Help names the verb's options, and every verb speaks JSON."""
+    """Help names the verb's options, and every verb speaks JSON: the flag takes no value."""
     ran = turncache(verb, "--help")
     assert ran.code == 0
-    assert "--json" in ran.out
+    assert re.search(r"^  --json +[A-Z]", ran.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--vresion",), "No such option: --vresion (did you mean --version?)"),
+        (("plna",), "Did you mean 'plan'?"),
+        (("stats", "5800", "--tiemout", "1"), "--tiemout (did you mean --timeout?)"),
+        (("serve", "--model", "m", "--prefil", "1"), "--prefil (did you mean --prefill?)"),
+        (("plan", "--prio", "x"), "--prio (did you mean --prior?)"),
+        (("demo", "--qiuck"), "--qiuck (did you mean --quick?)"),
+        (("router", "--chekc"), "--chekc (did you mean --check?)"),
+        (("top", "--xyzzy"), "No such option: --xyzzy"),
+        (("bench", "--json", "f.json"), "--json takes no file, --out does"),
+        (("mode", "5800", "onn"), "mode 'onn' (did you mean on?)"),
+        (("bench", "--arms", "boht"), "--arms boht (did you mean both?)"),
+        (("plan", "--prior", "qwen3-8"), "'qwen3-8' (did you mean qwen3-8b?)"),
+        (("flags", "--model", "m", "--set", "retain_buget=1"), "(did you mean retain_budget?)"),
+        (("flags", "--model", "m", "--set-router", "admision=1"), "(did you mean admission?)"),
+    ],
+    ids=str,
+)
+def test_a_slip_is_told_what_is_meant(turncache: Run, arguments: Sequence[str], words: str) -> None:
+    """Of a verb, an option, a setting or a value; what is like nothing is guessed nothing."""
+    ran = turncache(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert words in ran.err
+    assert ("did you mean" in ran.err.lower()) == ("did you mean" in words.lower())
+
+
+@pytest.mark.parametrize("verb", ["plan", "stats"])
+def test_ctrl_c_is_said_once(verb: str, turncache: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the verb has a command line of its own or not."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    # Nobody's fingers are in this process.
+    monkeypatch.setattr("turncache_tools.control.control_addresses", interrupted)
+    monkeypatch.setattr("turncache_tools.plan.command.check_files", interrupted)
+    arguments = {"plan": ("--prior", "qwen3-8b", "--pool", "9"), "stats": ("5800",)}[verb]
+    ran = turncache(verb, *arguments)
+    assert (ran.code, ran.out, ran.err) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize("verb", ["bench", "calibrate"])

@@ -69,8 +69,10 @@ def figures(ran: Ran) -> dict[str, dict[str, Any]]:
 
 def test_a_trace_becomes_figures(turncache: Run, tmp_path: Path) -> None:
     """What was computed again, what each remedy would save, and the ghost's own check."""
-    ran = turncache("report", *Day().write(tmp_path / "t"), "--json")
+    out = tmp_path / "figures.json"
+    ran = turncache("report", *Day().write(tmp_path / "t"), "--json", "--out", str(out))
     assert ran.code == 0, ran.err
+    assert ran.out == out.read_text()
     found = figures(ran)
     assert found["computed_again"]["value"] == found["computed_again"]["baseline"] == 32
     assert found["computed_again_retention"]["value"] == 0

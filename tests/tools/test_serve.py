@@ -89,7 +89,7 @@ def test_an_engine_that_dies_ends_the_command_with_its_last_lines(
             "vLLM knows no such flag: --fly",
         ),
         (("--kv-space-gib", "4000"), 3, "too little memory"),
-        (("--set", "colour=red"), 2, "turncache.colour: unknown setting"),
+        (("--set", "colour=red"), 2, "turncache.colour: no such setting; expected"),
         (("--set-router", "colour=red"), 2, "no such setting"),
         (("--timeout", "0.2", "--", "--never-ready"), 4, "was not ready within 0.2 s"),
     ],

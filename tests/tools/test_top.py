@@ -14,12 +14,28 @@ from rich.console import Console
 from tests.tools.conftest import ControlledEngine, Ran
 from turncache.errors import EngineFault
 from turncache_server.control.messages import SessionRow, SessionsReply, StatsReply
-from turncache_tools.top import Look, engine_line, largest, page
+from turncache_tools.router_looks import TenantWait, Wait
+from turncache_tools.top_page import Look, Sight, engine_line, largest, page
 
 Run = Callable[..., Ran]
 Control = Callable[..., ControlledEngine]
 
 GAUGES = {"blocks": 100.0, "used_blocks": 25.0, "retained_blocks": 50.0, "mode_on": 1.0}
+
+
+WAITS = {
+    "http://127.0.0.1:8000": [
+        Wait(
+            name="admission",
+            waiting=12_345,
+            longest_s=119.4,
+            sessions=40,
+            tokens=1_976_000,
+            fits=2_000_000,
+            tenants=[TenantWait(tenant="team-red", waiting=12_345, longest_s=119.4)],
+        )
+    ]
+}
 
 
 def row(session: str, blocks: int) -> SessionRow:
@@ -90,7 +106,8 @@ def test_a_narrow_terminal_folds_no_name() -> None:
     printed: dict[int, str] = {}
     for width in (80, 200):
         console = Console(width=width, file=StringIO())
-        shown = page(lines, largest({"a": then}, 5), silent, width=width)
+        sight = Sight(engines=lines, sessions=largest({"a": then}, 5), waits=WAITS, silent=silent)
+        shown = page(sight, width=width)
         with console.capture() as captured:
             console.print(shown)
         printed[width] = captured.get()
@@ -98,6 +115,9 @@ def test_a_narrow_terminal_folds_no_name() -> None:
         words = text.split()
         for word in ("decode-0", "0123456789ab", "1,440,000", "4,000,000", "tokens/s"):
             assert word in words
+        for word in ("http://127.0.0.1:8000", "admission", "12,345", "team-red", "119", "98.8"):
+            assert word in words
+        assert max(map(len, text.splitlines())) <= width
         assert text.count("127.0.0.1:5800") == 1
     assert printed[80].split().count("decode-0") == printed[200].split().count("decode-0") + 1
 
@@ -116,6 +136,9 @@ def test_every_look_is_a_line_of_json(turncache: Run, control: Control) -> None:
     ("arguments", "code", "says"),
     [
         (("tcp://127.0.0.1:1", "--timeout", "0.2"), 4, "tcp://127.0.0.1:1"),
+        ((), 2, "nothing to watch"),
+        (("--router", "http://127.0.0.1:1", "--timeout", "0.2"), 4, "is it running there?"),
+        (("--router", "127.0.0.1:8000"), 2, "--router '127.0.0.1:8000': expected a URL"),
         (("5800", "--every", "0"), 2, "--every 0"),
         (("5800", "--every", "nan"), 2, "--every nan"),
         (("5800", "--rows", "-1"), 2, "greater than or equal to 0"),

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from turncache.errors import ConfigError
 from turncache.protocol import DEFAULT_RETAIN_S, MAX_RETAIN_S, Mode
+from turncache.spelling import no_such, none_of
 from turncache_server.connector.finding import MAX_CANDIDATES
 from turncache_server.control.addresses import check_address, is_loopback
 from turncache_server.redis_link import check_redis_url
@@ -128,10 +129,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         raise ConfigError(SECTION, f"{section!r}: expected an object of settings")
     known = {f.name for f in fields(Settings)} - {"recompute_threshold"}
     if unknown := sorted(set(section) - known):
-        raise ConfigError(
-            f"{SECTION}.{unknown[0]}",
-            f"unknown setting; expected one of {', '.join(sorted(known))}",
-        )
+        raise ConfigError(f"{SECTION}.{unknown[0]}", no_such("setting", unknown[0], known))
     read = _Reader(section)
     retain_max_s = read.seconds("retain_max_s", MAX_RETAIN_S)
     timeout = section.get("pull_timeout_s", "auto")
@@ -224,9 +222,7 @@ class _Reader:
     def word(self, name: str, default: str, legal: tuple[str, ...]) -> str:
         value = self._section.get(name, default)
         if value not in legal:
-            raise ConfigError(
-                f"{SECTION}.{name}", f"{value!r}: expected one of {', '.join(map(str, legal))}"
-            )
+            raise ConfigError(f"{SECTION}.{name}", none_of(value, legal))
         return str(value)
 
     def has(self, name: str, values: tuple[str, ...]) -> bool:

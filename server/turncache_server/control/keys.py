@@ -22,7 +22,7 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
-from turncache.errors import ConfigError, EnvironmentFault
+from turncache.errors import ConfigError, EnvironmentFault, why_of
 
 #: Fewest bits that the text of a secret must hold by both estimates of :func:`entropy_bits`.
 MIN_ENTROPY_BITS: Final = 128
@@ -126,9 +126,7 @@ def read_fleet_keys(path: str | Path, *, setting: str = "fleet_secret_file") -> 
             status = os.fstat(file.fileno())
             secret = file.read(_MAX_FILE_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
-        raise ConfigError(
-            setting, f"cannot read {name!r}: {error.strerror or error}; {_HOW}"
-        ) from error
+        raise ConfigError(setting, f"cannot read {name!r}: {why_of(error)}; {_HOW}") from error
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(setting, f"{name!r} is no regular file; {_HOW}")
     if status.st_mode & 0o077:

@@ -115,7 +115,8 @@ class ControlServer:
         except zmq.ZMQError as error:
             self._close_sockets()
             raise ConfigError(
-                "control_address", f"cannot listen on {address}: {error}; choose a free port"
+                "control_address",
+                f"cannot listen on {address}: {zmq.strerror(error.errno or 0)}; choose a free port",
             ) from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.dropped: Counter[str] = Counter(dict.fromkeys(DROP_CODES, 0))

@@ -1,4 +1,4 @@
-"""The few HTTP requests that the launcher makes: loopback, blocking, standard library."""
+"""The few HTTP requests that launcher and tools make: blocking, standard library."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ def is_healthy(url: str) -> bool:
         return False
 
 
+def get(url: str, headers: Mapping[str, str], *, timeout_s: float) -> Answer:
+    """Ask for what a URL shows.
+
+    Raises:
+        OSError: the server cannot be reached or does not answer in time.
+        http.client.HTTPException: it does not speak HTTP.
+    """
+    return _request("GET", url, None, headers, timeout_s)
+
+
 def post_json(
     url: str, body: Mapping[str, Any], headers: Mapping[str, str], *, timeout_s: float
 ) -> Answer:
@@ -58,7 +68,8 @@ def _request(
 ) -> Answer:
     # Not urllib.request: it would send loopback traffic to a configured proxy.
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
         content = {"Content-Type": "application/json"} if body is not None else {}
         connection.request(method, parts.path, body, {**content, **headers})

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from turncache.errors import EnvironmentFault
+from turncache.errors import EnvironmentFault, why_of
 
 #: Run by the engine's interpreter. It looks without importing: importing vLLM takes seconds.
 _PROBE: Final = """
@@ -103,7 +103,8 @@ def inspect_environment(python: str | None = None) -> EngineEnvironment:
         found = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise EnvironmentFault(
-            f"the engine's interpreter {python!r} does not run: {error}; name one with --python"
+            f"the engine's interpreter {python!r} does not run: {why_of(error)}; name one with "
+            "--python"
         ) from error
     return EngineEnvironment(
         python=python,

@@ -32,6 +32,7 @@ from types import MappingProxyType
 from typing import Final
 
 from turncache.errors import EnvironmentFault, UsageError
+from turncache.spelling import none_of
 
 CACHE_VARIABLE: Final = "TURNCACHE_CACHE"
 STAMP: Final = "turncache-recipe.json"
@@ -176,7 +177,7 @@ def _run(command: Sequence[str], way_out: str, **variables: str) -> None:
 
 def _stamp(name: str) -> dict[str, object]:
     if name not in RECIPES:
-        raise UsageError(f"no model {name!r}; expected one of {', '.join(RECIPES)}")
+        raise UsageError(f"model {none_of(name, RECIPES)}")
     return {"model": name, "recipe": RECIPES[name].version}
 
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
 from turncache.errors import ConfigError
+from turncache.spelling import did_you_mean, none_of
 from turncache_server.launch.supervise import DEFAULT_GRACE_S
 
 Kind = Literal["turncache", "nixl", "nixl-bidirectional", "plain"]
@@ -199,7 +200,7 @@ class StackSpec:
         ):
             value = getattr(self, name)
             if value not in legal:
-                raise ConfigError(name, f"{value!r}: expected one of {', '.join(legal)}")
+                raise ConfigError(name, none_of(value, legal))
         if not self.model:
             raise ConfigError("model", "empty; name a folder, a hub name, tiny or smollm2")
         for name, instead in _OURS.items():
@@ -232,7 +233,9 @@ class StackSpec:
         for side, blocks in self.num_blocks.items():
             if side not in sides:
                 raise ConfigError(
-                    "num_blocks", f"no {side!r} engine; expected {', '.join(sorted(sides))}"
+                    "num_blocks",
+                    f"no {side!r} engine{did_you_mean(side, sides)}; expected "
+                    f"{', '.join(sorted(sides))}",
                 )
             if blocks is not None and blocks < 2:
                 raise ConfigError("num_blocks", f"{side}: {blocks}: expected at least 2")
@@ -250,7 +253,8 @@ class StackSpec:
         for name in self.stock_returns:
             if name not in names:
                 raise ConfigError(
-                    "stock_returns", f"no engine {name!r}; expected {', '.join(names)}"
+                    "stock_returns",
+                    f"no engine {name!r}; expected {', '.join(names)}",
                 )
 
     def _check_engine_hosts(self) -> None:
@@ -258,7 +262,8 @@ class StackSpec:
         for name, host in self.engine_hosts.items():
             if name not in names:
                 raise ConfigError(
-                    "engine_hosts", f"no engine {name!r}; expected {', '.join(names)}"
+                    "engine_hosts",
+                    f"no engine {name!r}; expected {', '.join(names)}",
                 )
             try:
                 ip = ipaddress.ip_address(host)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from turncache.errors import ConfigError, EngineFault
+from turncache.spelling import none_of
 from turncache_server.launch import preflight
 from turncache_server.launch.engines import Engine, Part, start_engine, wait_healthy
 from turncache_server.launch.machine import free_ports, inspect_environment, inspect_machine
@@ -190,7 +191,7 @@ class Stack:
             EngineFault: it did not come back.
         """
         if name not in self._parts:
-            raise ConfigError("name", f"{name!r}: expected one of {', '.join(self._parts)}")
+            raise ConfigError("name", none_of(name, self._parts))
         self._parts[name].process.stop()
         if name == ROUTER:
             part = self._start_router(self._write_router_config())

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import ClassVar, Final, Protocol
 
 from turncache.errors import ConfigError
+from turncache.spelling import none_of
 
 #: Group of entry points in which other packages name their policies.
 GROUP: Final = "turncache.policies"
@@ -120,8 +121,7 @@ def policy_named(name: str) -> Policy:
         return _POLICIES[name]()
     entries = tuple(entry_points(group=GROUP, name=name))
     if not entries:
-        known = ", ".join(policy_names())
-        raise ConfigError("policy", f"{name!r} is unknown, expected one of: {known}")
+        raise ConfigError("policy", none_of(name, policy_names()))
     if len(entries) > 1:
         where = ", ".join(sorted(entry.value for entry in entries))
         raise ConfigError("policy", f"{name!r} names several: {where}; uninstall all but one")

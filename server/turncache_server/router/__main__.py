@@ -8,14 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from turncache.errors import ConfigError, ProtocolError
+from turncache.errors import TurncacheError
+from turncache_server.exits import USAGE, exit_code
 from turncache_server.router.app import run
 from turncache_server.router.config import load_config
 from turncache_server.router.flags import ENGINE_FORM, FLAGS, overrides
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the router and return the exit code: 0 ok, 2 usage or config."""
+    """Run the router and return the exit code, which ``turncache router`` has too."""
     args = _parser().parse_args(argv)
     try:
         given = overrides(
@@ -23,9 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(message)s")
         run(load_config(args.config, given))
-    except (ConfigError, ProtocolError, ValueError) as error:
+    except TurncacheError as error:
         sys.stderr.write(f"{error}\n")
-        return 2
+        return exit_code(error)
+    except ValueError as error:  # a level of the log that there is not
+        sys.stderr.write(f"{error}\n")
+        return USAGE
     return 0
 
 

@@ -100,6 +100,20 @@ class State:
     waiting: int
 
 
+class Queue(NamedTuple):
+    """The calls of one tenant that wait.
+
+    Attributes:
+        tenant: its name, None where there are no tenants.
+        waiting: how many they are, at least one.
+        longest_wait_s: for how long the first of them has waited.
+    """
+
+    tenant: str | None
+    waiting: int
+    longest_wait_s: float
+
+
 @dataclass(slots=True)
 class _Member:
     """A session of the working set.
@@ -158,6 +172,14 @@ class Admission:
             fits=self._fits,
             waiting=len(self._waiting),
         )
+
+    def queues(self, now_s: float) -> list[Queue]:
+        """Return who waits, by tenant: the one with most calls first."""
+        found = [
+            Queue(tenant, len(calls), now_s - next(iter(calls.values())).since_s)
+            for tenant, calls in self._queues.items()
+        ]
+        return sorted(found, key=lambda queue: (-queue.waiting, -queue.longest_wait_s))
 
     def __contains__(self, session: str) -> bool:
         return session in self._members

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from turncache.errors import ConfigError, ProtocolError
+from turncache.errors import ConfigError, ProtocolError, why_of
 from turncache.protocol import check_session_id
+from turncache.spelling import no_such, none_of
 from turncache_server.control.addresses import check_address
 from turncache_server.control.keys import FleetKeys, read_fleet_keys
 from turncache_server.redis_link import check_redis_url
@@ -176,7 +177,7 @@ def load_config(
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError("config", f"cannot read {str(path)!r}: {error}") from error
+            raise ConfigError("config", f"cannot read {str(path)!r}: {why_of(error)}") from error
     overrides = overrides or {}
     if any(overrides.get(name) for name in _LISTS):
         # The engines of a flag take the place of the file's, whichever way that names them.
@@ -263,15 +264,13 @@ def read_engines(path: Path, *, keyed: bool) -> tuple[EngineConfig, ...]:
         _check_names("", data, {"engines": None})
         return check_engines(data.get("engines"), keyed=keyed)
     except (OSError, ValueError, ConfigError, ProtocolError) as error:
-        raise ConfigError("engines_file", f"cannot use {str(path)!r}: {error}") from error
+        raise ConfigError("engines_file", f"cannot use {str(path)!r}: {why_of(error)}") from error
 
 
 def _check_names(prefix: str, data: Mapping[str, object], legal: Mapping[str, object]) -> None:
     for name in data:
         if name not in legal:
-            raise ConfigError(
-                prefix + name, f"no such setting; expected one of {', '.join(sorted(legal))}"
-            )
+            raise ConfigError(prefix + name, no_such("setting", name, legal))
 
 
 def _value(name: str, value: object, item: dataclasses.Field[Any]) -> object:
@@ -288,7 +287,7 @@ def _value(name: str, value: object, item: dataclasses.Field[Any]) -> object:
         raise ConfigError(name, f"{value!r}: expected a number from {low:g}{upper}")
     legal = item.metadata.get("legal")
     if legal is not None and value not in legal:
-        raise ConfigError(name, f"{value!r}: expected one of {', '.join(legal)}")
+        raise ConfigError(name, none_of(value, legal))
     return value
 
 
@@ -358,7 +357,7 @@ def _engine(index: int, item: object, *, keyed: bool) -> EngineConfig:
             f"{item['name']!r}: expected 1 to 64 letters, digits, dots, dashes or underscores",
         )
     if item["side"] not in set(Side):
-        raise ConfigError(prefix + "side", f"{item['side']!r}: expected one of {', '.join(Side)}")
+        raise ConfigError(prefix + "side", none_of(item["side"], Side))
     control = item.get("control") or None
     return EngineConfig(
         name=item["name"],

@@ -10,7 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from turncache_server.router.admission import Admission, Arrival, How, Release, State, Verdict
+from turncache_server.router.admission import (
+    Admission,
+    Arrival,
+    How,
+    Queue,
+    Release,
+    State,
+    Verdict,
+)
 from turncache_server.router.errors import ApiError, shutting_down
 from turncache_server.router.events import CallAdmitted, Events
 
@@ -51,6 +59,10 @@ class Gate:
         """Return the working set and the queue as they are now."""
         self._look()
         return self._core.state()
+
+    def queues(self) -> list[Queue]:
+        """Return who waits, by tenant: the one with most calls first."""
+        return self._core.queues(self._clock())
 
     def ask(self, arrival: Arrival) -> asyncio.Future[float] | None:
         """Let a call in: None, or what it has to await, which gives the seconds that it waited.

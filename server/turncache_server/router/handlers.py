@@ -20,6 +20,7 @@ from turncache_server.router.calls import CLIENT_GONE, PlannedCall
 from turncache_server.router.config import EngineConfig
 from turncache_server.router.errors import SERVER_ERROR, ApiError, LegFailed, invalid
 from turncache_server.router.events import CallRefused, PassedOn
+from turncache_server.router.gate import Gate
 from turncache_server.router.intake import Intake, tags_of
 from turncache_server.router.keys import Caller
 from turncache_server.router.legs import ANSWER_HEADERS, TRACE_HEADERS, forwarded
@@ -224,7 +225,7 @@ class Handlers:
         ]
         found: dict[str, object] = {"num_sessions": len(table), "sessions": listed}
         if self._services.gate is not None:
-            found["admission"] = dataclasses.asdict(self._services.gate.state())
+            found["admission"] = _admission(self._services.gate)
         return web.json_response(found)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -358,6 +359,17 @@ class Handlers:
         return await read_body(
             request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
         )
+
+
+def _admission(gate: Gate) -> dict[str, object]:
+    """Return the working set, and who waits to be let in: for how long, and of which tenant."""
+    state = dataclasses.asdict(gate.state())
+    queues = gate.queues()
+    return {
+        **state,
+        "longest_wait_s": max((queue.longest_wait_s for queue in queues), default=0.0),
+        "tenants": [queue._asdict() for queue in queues],
+    }
 
 
 async def _failed(answer: ClientAnswer, error: ApiError) -> web.StreamResponse:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from turncache.errors import ConfigError
+from turncache.errors import ConfigError, why_of
+from turncache.spelling import no_such
 from turncache_server.router.stamps import Followed
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _PREFIX: Final = "tc-"
 _KEY_BYTES: Final = 32
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_MEMBERS: Final = frozenset({"tenant", "sha256", "admin"})
 _MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 
 
@@ -85,11 +87,10 @@ def parse_keys(text: str) -> Mapping[str, Caller]:
 def _entry(where: str, entry: Any) -> tuple[str, Caller]:
     if not isinstance(entry, dict):
         raise ConfigError(where, f"{entry!r}: expected a table")
-    unknown = entry.keys() - {"tenant", "sha256", "admin"}
+    unknown = entry.keys() - _MEMBERS
     if unknown:
-        raise ConfigError(
-            f"{where}.{min(unknown)}", "no such member; expected tenant, sha256 or admin"
-        )
+        name = min(unknown)
+        raise ConfigError(f"{where}.{name}", no_such("member", name, _MEMBERS))
     tenant, digest, admin = entry.get("tenant"), entry.get("sha256"), entry.get("admin", False)
     check_tenant(tenant, setting=f"{where}.tenant")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
@@ -127,9 +128,7 @@ def read_keys(path: Path) -> Mapping[str, Caller]:
             status = os.fstat(file.fileno())
             raw = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(
-            SETTING, f"cannot read {str(path)!r}: {error.strerror or error}"
-        ) from error
+        raise ConfigError(SETTING, f"cannot read {str(path)!r}: {why_of(error)}") from error
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             SETTING,
@@ -163,9 +162,7 @@ def add_key(path: Path, tenant: str, *, admin: bool = False) -> str:
         with os.fdopen(descriptor, "a", encoding="utf-8") as file:
             file.write(entry + ("admin = true\n" if admin else ""))
     except OSError as error:
-        raise ConfigError(
-            SETTING, f"cannot write {str(path)!r}: {error.strerror or error}"
-        ) from error
+        raise ConfigError(SETTING, f"cannot write {str(path)!r}: {why_of(error)}") from error
     return key
 
 

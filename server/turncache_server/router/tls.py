@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from turncache.errors import ConfigError
+from turncache.errors import ConfigError, why_of
 from turncache_server.router.stamps import Followed
 
 
@@ -46,7 +46,8 @@ class ServerCertificate:
             context.load_cert_chain(certificate, key)
         except OSError as error:  # SSLError is one
             raise ConfigError(
-                "tls_cert_file", f"cannot use {str(certificate)!r} with {str(key)!r}: {error}"
+                "tls_cert_file",
+                f"cannot use {str(certificate)!r} with {str(key)!r}: {why_of(error)}",
             ) from error
         return context
 
@@ -65,4 +66,4 @@ def engines_trust(ca_file: str) -> ssl.SSLContext:
             cafile=str(Path(ca_file).expanduser()) if ca_file else None
         )
     except OSError as error:
-        raise ConfigError("engines_ca_file", f"cannot use {ca_file!r}: {error}") from error
+        raise ConfigError("engines_ca_file", f"cannot use {ca_file!r}: {why_of(error)}") from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from turncache.errors import UsageError
 from turncache.protocol import Mode
+from turncache.spelling import did_you_mean
 
 
 class Hints(enum.StrEnum):
@@ -164,8 +165,8 @@ def check_arms(wanted: Sequence[str], urls: Collection[str]) -> None:
     for name in wanted:
         if name not in KINDS and name not in urls:
             raise UsageError(
-                f"--arms {name}: expected {', '.join(KINDS)}, or --arm {name}=URL for a stack of "
-                "its own"
+                f"--arms {name}{did_you_mean(name, KINDS)}: expected {', '.join(KINDS)}, or --arm "
+                f"{name}=URL for a stack of its own"
             )
 
 

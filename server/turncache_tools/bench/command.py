@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 
 from turncache.errors import UsageError
+from turncache_server.exits import CHECK_FAILED
 from turncache_tools.bench import words
 from turncache_tools.bench.agents import Misses
 from turncache_tools.bench.arms import check_arms
@@ -19,20 +19,19 @@ from turncache_tools.bench.page import page
 from turncache_tools.bench.report import Report
 from turncache_tools.bench.session import Plan, run
 from turncache_tools.bench.stack import Places
-from turncache_tools.bench.urls import base_url
 from turncache_tools.control import SecretFile, control_addresses, fleet_keys
 from turncache_tools.options import with_options
+from turncache_tools.outputs import AsJson, HtmlFile, OutFile, check_files, write_files
 from turncache_tools.shell import (
-    CHECK_FAILED,
-    check_folder,
     check_seconds,
     progress,
     run_verb,
     write,
-    write_file,
+    write_json,
     write_table,
     write_titled,
 )
+from turncache_tools.urls import base_url
 
 _MISS = "Misses on prefill"
 #: What a small machine does in minutes.
@@ -95,9 +94,10 @@ def bench(
     resume: Annotated[
         Path | None, typer.Option(help="Keep finished blocks here, and go on from there.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one HTML page here.")] = None,
+    out: OutFile = None,
+    html: HtmlFile = None,
     fleet_secret_file: SecretFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure whether retention and return pay on a running stack; exit 1 without a clear gain."""
     workload = work.workload(seed=seed)
@@ -140,14 +140,13 @@ def bench(
         key=api_key,
         timeout_s=timeout,
     )
-    for option, path in (("--json", json_file), ("--html", html)):
-        check_folder(path, option)
+    check_files(out=out, html=html)
     report = asyncio.run(run(plan, places, progress))
-    if json_file is not None:
-        write_file(json_file, json.dumps(report.to_dict()) + "\n", "--json")
-    if html is not None:
-        write_file(html, page(report), "--html")
-    _show(report)
+    write_files(report.to_dict(), lambda: page(report), out=out, html=html)
+    if as_json:
+        write_json(report.to_dict())
+    else:
+        _show(report)
     if not report.ok:
         raise typer.Exit(CHECK_FAILED)
 

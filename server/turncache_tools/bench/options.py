@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from turncache.errors import UsageError
+from turncache.errors import UsageError, why_of
 from turncache_tools.bench.traces import read_workload
 from turncache_tools.bench.workload import Cut, Parameters, Workload, fitted, parametric
 
@@ -63,7 +63,7 @@ class WorkloadOptions:
         try:
             return self.trace.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
-            raise UsageError(f"--trace {self.trace}: cannot be read: {error}") from error
+            raise UsageError(f"--trace {self.trace}: cannot be read: {why_of(error)}") from error
 
 
 def workload_options(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from turncache.errors import UsageError
+from turncache.errors import UsageError, why_of
 from turncache_tools.bench.results import BlockResult
 
 _SCHEMA: Final = "turncache-bench-blocks/2"
@@ -35,7 +35,7 @@ class SavedBlocks:
             if not lines:
                 path.write_text(head + "\n", encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--resume {path}: cannot be used: {error}") from error
+            raise UsageError(f"--resume {path}: cannot be used: {why_of(error)}") from error
         if lines and lines[0] != head:
             raise UsageError(
                 f"--resume {path}: begun with other options or another stack; go on with the same "

@@ -14,13 +14,13 @@ from turncache.errors import TurncacheError, UsageError
 from turncache_server.cost_profile import CostProfile, dump_profile
 from turncache_tools.bench.stack import Places
 from turncache_tools.bench.statistics import quantile
-from turncache_tools.bench.urls import base_url
 from turncache_tools.calibrate import words
 from turncache_tools.calibrate.fit import median_error
 from turncache_tools.calibrate.measure import LEAST_LENGTHS
 from turncache_tools.calibrate.run import Calibration
 from turncache_tools.control import SecretFile, control_addresses, fleet_keys
 from turncache_tools.figure import SCHEMA
+from turncache_tools.outputs import AsJson
 from turncache_tools.shell import (
     check_folder,
     check_seconds,
@@ -32,6 +32,7 @@ from turncache_tools.shell import (
     write_table,
     write_titled,
 )
+from turncache_tools.urls import base_url
 
 _LEAST_LENGTH: Final = 128
 
@@ -84,7 +85,7 @@ def calibrate(
     ] = "-",
     timeout: Annotated[float, typer.Option(help="Seconds for one call.")] = 600.0,
     fleet_secret_file: SecretFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what prefill, host work and transfers cost; exit 1 when it is too noisy to tell."""
     check_folder(out, "--out")

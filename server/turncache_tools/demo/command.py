@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import secrets
@@ -16,9 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Final, NoReturn
+from typing import Annotated, Final, NoReturn
 
-from turncache.errors import TurncacheError
+import typer
+
+from turncache.errors import TurncacheError, UsageError
+from turncache_server.exits import CHECK_FAILED, INTERRUPTED, OK, exit_code
 from turncache_tools.demo.figures import LEAST_RATIO, all_figures
 from turncache_tools.demo.leftovers import MARKER, Leftovers, Traces
 from turncache_tools.demo.machine import commit, host_facts, num_cores, probed_speed
@@ -28,7 +30,9 @@ from turncache_tools.demo.rigs import MODEL, StackStarter, Starter
 from turncache_tools.demo.screen import Screen, consoles
 from turncache_tools.demo.show import Show, Shown
 from turncache_tools.demo.sizes import FULL, PAIR_ALONE, QUICK, WHOLE, Sizes, Speed, choose
-from turncache_tools.shell import CHECK_FAILED, INTERRUPTED, OK, USAGE, exit_code, progress
+from turncache_tools.options import with_options
+from turncache_tools.outputs import AsJson
+from turncache_tools.shell import progress, run_verb
 
 _FULL_MINUTES: Final = 9.0
 _QUICK_MINUTES: Final = 3.0
@@ -40,6 +44,8 @@ _NUM_ENGINES_QUICK: Final = 2
 #: A demo was seen to take a twentieth longer than estimated.
 _ESTIMATE_SHARE: Final = 0.94
 _LOGS: Final = Path("build", "demo-logs")
+_MOST_MINUTES: Final = 24 * 60
+_MOST_RUNS: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,90 +62,77 @@ class Options:
     keep_logs: bool
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """Read the command line; leaves the program on ``--help`` and on a wrong one."""
-    parser = argparse.ArgumentParser(
-        prog="turncache demo",
-        description="An agent works through a task on real engines while other sessions flood "
-        "the caches in every wait: first on one engine, then on a prefill and decode pair, each "
-        "with and without turncache. Then the document in its history is exchanged.",
-        epilog="Exit codes: 0 ok, 1 a check failed, 2 usage, 3 environment, 4 engine, "
-        "130 interrupted.",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="5 calls, shorter texts, our pair only: off is the extension switched off",
-    )
-    parser.add_argument(
-        "--full", action="store_true", help="full lengths and traffic, however long it takes"
-    )
-    parser.add_argument(
-        "--minutes",
-        type=_positive,
-        help=f"time to fit into ({_FULL_MINUTES:g}; {_QUICK_MINUTES:g} with --quick)",
-    )
-    parser.add_argument(
-        "--runs", type=_whole, default=1, metavar="N", help="runs per arm; tables show medians"
-    )
-    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("build/demo.json"),
-        help="file for the result (%(default)s)",
-    )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        default=Path("build/demo.html"),
-        help="file for the slide (%(default)s)",
-    )
-    parser.add_argument(
-        "--keep-logs", action="store_true", help=f"keep the engines' logs in {_LOGS}"
-    )
-    found = parser.parse_args(arguments)
-    minutes = found.minutes or (_QUICK_MINUTES if found.quick else _FULL_MINUTES)
+def demo_options(
+    *,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="5 calls, shorter texts, our pair only: off is the extension off."
+        ),
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Full lengths and traffic, however long it takes.")
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Time to fit into; else {_FULL_MINUTES:g}, or {_QUICK_MINUTES:g} with --quick."
+        ),
+    ] = None,
+    runs: Annotated[
+        int, typer.Option(help="Runs per arm; tables show medians.", min=1, max=_MOST_RUNS)
+    ] = 1,
+    keep_logs: Annotated[
+        bool, typer.Option("--keep-logs", help=f"Keep the engines' logs in {_LOGS}.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Write the figures here, as JSON.")] = Path(
+        "build/demo.json"
+    ),
+    html: Annotated[Path, typer.Option(help="Write one HTML page here.")] = Path("build/demo.html"),
+    as_json: AsJson = False,
+) -> Options:
+    """Turn options into what is asked for.
+
+    Raises:
+        UsageError: naming the option, its value and what was expected.
+    """
+    if minutes is not None and not 0 < minutes < _MOST_MINUTES:
+        raise UsageError(f"--minutes {minutes:g}: expected minutes above 0")
+    for path in (out, html):
+        # It may be in a folder that is still to be made.
+        if path.is_dir():
+            raise UsageError(f"{path}: a folder; name a file in it")
     return Options(
-        quick=found.quick,
-        full=found.full,
-        minutes=minutes * (found.runs if found.minutes is None else 1),
-        num_runs=found.runs,
-        as_json=found.json,
-        out=found.out,
-        html=found.html,
-        keep_logs=found.keep_logs,
+        quick=quick,
+        full=full,
+        minutes=runs * (_QUICK_MINUTES if quick else _FULL_MINUTES) if minutes is None else minutes,
+        num_runs=runs,
+        as_json=as_json,
+        out=out,
+        html=html,
+        keep_logs=keep_logs,
     )
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 24 * 60:
-        raise argparse.ArgumentTypeError(f"{text}: expected minutes above 0")
-    return value
-
-
-def _whole(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text}: expected 1 to 100")
-    return value
 
 
 def main(arguments: Sequence[str], *, demo: Callable[[Options], int] | None = None) -> int:
-    """Run the demo and return its exit code.
+    """Run the demo and return its exit code; a command line that cannot be read is raised.
 
     Args:
         arguments: the command line, without the verb.
         demo: what runs; :func:`run` by default.
     """
-    try:
-        options = parse(arguments)
-    except SystemExit as end:
-        return OK if not end.code else USAGE
-    try:
+
+    def perform(options: Options) -> None:
+        """Let an agent work on real engines while other sessions flood the caches.
+
+        First on one engine, then on a prefill and decode pair, each with and without turncache.
+        Then the document in its history is exchanged.
+        """
         with _ending_on_sigterm():
-            return (demo or run)(options)
+            raise typer.Exit((demo or run)(options))
+
+    try:
+        return run_verb(with_options(perform, of=demo_options, place="options"), arguments, "demo")
     except TurncacheError as error:
         progress(str(error))
         return exit_code(error)

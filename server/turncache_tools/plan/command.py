@@ -15,6 +15,7 @@ from turncache_server.cost_profile import CostProfile, load_profile
 from turncache_server.retention.trace import Trace, read_trace
 from turncache_tools.bench.options import WorkloadOptions, workload_options
 from turncache_tools.options import with_options
+from turncache_tools.outputs import AsJson, HtmlFile, OutFile, check_files, write_files
 from turncache_tools.plan import words
 from turncache_tools.plan.load import AdmissionRules, Load, check_load, rig_for
 from turncache_tools.plan.page import page
@@ -23,11 +24,9 @@ from turncache_tools.plan.report import PlanReport
 from turncache_tools.plan.search import Planner
 from turncache_tools.shell import (
     assignments,
-    check_folder,
     progress,
     run_verb,
     write,
-    write_file,
     write_json,
     write_table,
     write_titled,
@@ -126,8 +125,9 @@ def plan(
             help="Also seek how many sessions fit, and the best policy and budget.",
         ),
     ] = True,
-    html: Annotated[Path | None, typer.Option(help="Also write one HTML page here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
+    out: OutFile = None,
+    html: HtmlFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate what retention, return or more memory would give a workload; needs no engine."""
     costs = _profile(profile, prior_name)
@@ -142,7 +142,7 @@ def plan(
         seed=seed,
     )
     check_load(load)
-    check_folder(html, "--html")
+    check_files(out=out, html=html)
     observed = _observed(work)
     rig = rig_for(
         costs,
@@ -167,8 +167,7 @@ def plan(
         f"{counted.calls:,} calls in {counted.runs} simulations, {seconds:.1f} s: "
         f"{counted.calls / max(seconds, 1e-9):,.0f} calls/s"
     )
-    if html is not None:
-        write_file(html, page(report), "--html")
+    write_files(report.to_dict(), lambda: page(report), out=out, html=html)
     if as_json:
         write_json(report.to_dict())
     else:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from turncache.errors import UsageError
+from turncache.spelling import none_of
 from turncache_server.cost_profile import (
     ASSUMED_LOAD_BYTES_PER_S,
     ASSUMED_LOAD_LATENCY_S,
@@ -177,8 +178,8 @@ def prior(name: str) -> CostProfile:
     known = _MODELS.get(name)
     if known is None:
         raise UsageError(
-            f"--prior {name!r}: expected one of {', '.join(PRIORS)}; or measure with turncache "
-            "calibrate and give --profile"
+            f"--prior {none_of(name, PRIORS)}; or measure with turncache calibrate and give "
+            "--profile"
         )
     layers, tokens = known.window
     windowed = 2 * layers * known.heads * known.head * tokens

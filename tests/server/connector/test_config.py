@@ -116,7 +116,11 @@ def test_the_default_retention_never_exceeds_the_longest() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
-    ({"moed": "on"}, "turncache.moed", ("unknown setting", "mode", "peers")),
+    (
+        {"moed": "on"},
+        "turncache.moed",
+        ("no such setting (did you mean mode?)", "retain_default_s", "peers"),
+    ),
     ({"mode": "auto"}, "turncache.mode", ("'auto'", "off, observe, on")),
     ({"mode": True}, "turncache.mode", ("True", "off, observe, on")),
     ({"side": "both"}, "turncache.side", ("'both'", "prefill, decode, single")),

@@ -101,7 +101,7 @@ def test_two_builds_at_once_make_one_model(tmp_path: Path) -> None:
 
 def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
     """The message names the recipes."""
-    with pytest.raises(UsageError, match="no model 'huge'; expected one of smollm2, tiny"):
+    with pytest.raises(UsageError, match="model 'huge': expected one of smollm2, tiny"):
         models.build("huge", tmp_path, progress=print)
 
 

@@ -16,7 +16,10 @@ from turncache_server.launch.spec import OWNED_FLAGS, StackSpec
         ({"model": ""}, "model: empty"),
         ({"kind": "magic"}, "kind: 'magic': expected one of turncache, nixl"),
         ({"mode": "loud"}, "mode: 'loud': expected one of on, observe, off"),
-        ({"device": "tpu"}, "device: 'tpu': expected one of auto, cpu, cuda"),
+        (
+            {"device": "tpu"},
+            r"device: 'tpu' \(did you mean cpu\?\): expected one of auto, cpu, cuda",
+        ),
         ({"prefill": 1}, "1 prefill and 0 decode: a pair needs at least one of each"),
         ({"decode": 2}, "0 prefill and 2 decode"),
         ({"prefill": -1, "decode": 1}, "expected 0 to 64 engines"),

@@ -322,6 +322,18 @@ class Machine(RuleBasedStateMachine):
         assert state.tokens >= 0
         assert all(session in self.core for session in self.inside.values())
 
+    @invariant()
+    def the_queues_are_those_who_wait(self) -> None:
+        """By tenant, each with the wait of the one who came first."""
+        since_s: dict[str, list[float]] = {}
+        for call, began_s in self.waiting.items():
+            since_s.setdefault(self.sessions[call].partition("/")[0], []).append(began_s)
+        found = self.core.queues(self.now_s)
+        assert {str(queue.tenant): queue[1:] for queue in found} == {
+            tenant: (len(began), self.now_s - min(began)) for tenant, began in since_s.items()
+        }
+        assert found == sorted(found, key=lambda queue: (-queue.waiting, -queue.longest_wait_s))
+
 
 Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestMachine = Machine.TestCase
@@ -496,7 +508,8 @@ async def test_engines_say_what_fits() -> None:
     async with fake_engines(*engines), bench(*engines, **settings_) as made:
         assert await made.metric('turncache_router_admission_tokens{what="fits"}') == 400
         listed = (await made.http.get("/v1/sessions")).json()
-        assert listed["admission"] == {"sessions": 0, "tokens": 0, "fits": 400, "waiting": 0}
+        state = {"sessions": 0, "tokens": 0, "fits": 400, "waiting": 0}
+        assert listed["admission"] == {**state, "longest_wait_s": 0.0, "tenants": []}
 
 
 async def test_while_no_engine_says_what_fits_nobody_waits() -> None:

@@ -20,6 +20,6 @@ def bench(stack: FakeStack, *arguments: str, out: Path | None = None) -> tuple[i
     places = ["--url", f"{stack.url}/v1", "--engine", stack.url]
     if stack.ours:
         places += ["--control", stack.control]
-    written = [] if out is None else ["--json", str(out)]
+    written = [] if out is None else ["--out", str(out)]
     code = main(["bench", *places, *arguments, *written])
     return code, None if out is None else json.loads(out.read_text())

@@ -218,7 +218,9 @@ def test_whole_run_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
         num_seen = len(stack.agents_calls)
         lines = saved.read_text().splitlines()
         saved.write_text("\n".join(lines[:-1]) + '\n{"cut o')
-        code, again = bench(stack, *options, out=out)
+        assert capsys.readouterr().out, "tables"
+        code, again = bench(stack, *options, "--json", out=out)
+        assert json.loads(capsys.readouterr().out) == again, "nothing else is printed"
         assert len(stack.agents_calls) - num_seen == 3 + 4 * 2
         assert len(again["bench"]["arms"]) == 4
         code, _ = bench(stack, *options, "--seed", "2")
@@ -262,7 +264,7 @@ def test_failed_call_ends_its_agent() -> None:
         (("--rounds", "0"), "--rounds 0"),
         (("--trace", "/nowhere"), "--trace /nowhere"),
         (("--url", "ftp://x"), "--url"),
-        (("--json", "/nowhere/f"), "--json"),
+        (("--out", "/nowhere/f"), "--out /nowhere/f: there is no folder"),
     ],
 )
 def test_usage_errors(

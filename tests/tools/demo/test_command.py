@@ -15,6 +15,7 @@ import pytest
 from tests.tools.demo.fake_rig import FakeClock, FakeStarter, Faults
 from tests.tools.demo.support import FAST
 from turncache.errors import ConfigError, EngineFault, EnvironmentFault, TurncacheError
+from turncache_tools.__main__ import main as turncache
 from turncache_tools.demo import command
 from turncache_tools.demo.leftovers import MARKER, Traces
 from turncache_tools.demo.rigs import Engines
@@ -136,20 +137,34 @@ def test_sigterm_ends_like_ctrl_c() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--runs", "0"], ["--runs", "many"], ["--minutes", "-1"], ["--nonsense"]]
+    ("arguments", "says"),
+    [
+        (["--runs", "0"], "--runs"),
+        (["--runs", "many"], "--runs"),
+        (["--minutes", "-1"], "--minutes -1: expected minutes above 0"),
+        (["--minutes", "nan"], "--minutes nan"),
+        (["--out", "/"], "/: a folder"),
+        (["--qiuck"], "No such option: --qiuck"),
+        (["stray"], "stray"),
+    ],
 )
 def test_a_wrong_command_line_ends_with_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And says what was expected."""
-    assert command.main(arguments, demo=demo_with()) == 2
-    assert "usage: turncache demo" in capsys.readouterr().err
+    """And says what was expected, before anything is started."""
+    assert turncache(["demo", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert says in shown.err
 
 
 def test_help_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit codes are part of it."""
+    """It says what will be seen, and every option."""
     assert command.main(["--help"], demo=demo_with()) == 0
-    assert "130 interrupted" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Usage: turncache demo [OPTIONS]" in told
+    assert "the document in its history is exchanged" in told
+    assert "3 with --quick" in told
 
 
 @pytest.mark.parametrize(
