@@ -333,10 +333,8 @@ class FakeEngine:
             case SetDraining():
                 self.draining = request.draining
                 return self._in_force()
-            case Sessions():
-                return self._sessions(request.session)
-            case Stats():
-                return self._stats()
+            case Sessions() | Stats():
+                return self._stats() if isinstance(request, Stats) else self._sessions(request)
             case Signal():
                 self.signals.append(request)
                 if request.kind == "final":
@@ -365,7 +363,7 @@ class FakeEngine:
             start_id=f"start-{self.num_starts}",
         )
 
-    def _sessions(self, asked: str) -> SessionsReply:
+    def _sessions(self, request: Sessions) -> SessionsReply:
         return SessionsReply(
             name=self.name,
             side=self.side,
@@ -377,7 +375,7 @@ class FakeEngine:
                     kept_blocks=self.kv.prefix_tokens(chain) // BLOCK_TOKENS,
                 )
                 for name, chain in sorted(self.kept.items())
-                if asked in ("", digest := _digest(name))
+                if request.session in ("", digest := _digest(name))
             ],
             num_sessions=len(self.kept),
             num_handovers=0,
@@ -388,7 +386,7 @@ class FakeEngine:
 
     def _stats(self) -> StatsReply:
         """Return totals, and what is kept of sessions, by the names that the extension has."""
-        kept = {block for chain in self.kept.values() for block in chain} & self.kv.blocks
+        kept = {block for chain in self.kept.values() for block in chain} & self.kv.blocks.keys()
         return StatsReply(
             counters={name: float(value) for name, value in self.totals.items()},
             gauges={
