@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import os
 import random
 import statistics
 import sys
@@ -28,18 +29,18 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Final
 
+# Read when the builders are imported; the tests' own is smaller than an engine's.
+os.environ["TURNCACHE_TEST_BLOCK"] = "16"
+
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from tests import builders
 from tests.builders import Engine, tokens, world
 from tests.perf.bytecodes import counted, print_places
 from tests.perf.figures import Figure, show, write
 from turncache.protocol import EngineHints
 
-#: The builders read it at every use; the tests' own is smaller than an engine's.
-builders.BLOCK = 16
 LIMITS: Final = {"on": 0.98, "observe": 0.97}
 NUM_BLOCKS: Final = 4000
 MAX_MODEL_LEN: Final = 4096
