@@ -22,6 +22,7 @@ import argparse
 import functools
 import gc
 import itertools
+import os
 import random
 import statistics
 import sys
@@ -32,11 +33,13 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Final
 
+# Read when the builders are imported; the tests' own is smaller than an engine's.
+os.environ["TURNCACHE_TEST_BLOCK"] = "16"
+
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from tests import builders
 from tests.builders import Engine, tokens, world
 from tests.perf import empty_connector
 from tests.perf.bytecodes import counted, print_places
@@ -44,8 +47,6 @@ from tests.perf.empty_connector import EmptyConnector
 from tests.perf.figures import Figure, show, write
 from turncache.protocol import EngineHints
 
-#: The builders read it at every use; the tests' own is smaller than an engine's.
-builders.BLOCK = 16
 #: vLLM with a connector that does nothing.
 EMPTY: Final = "empty"
 #: Without a limit: what vLLM's own share costs is not ours to bound.
