@@ -127,7 +127,6 @@ def test_a_server_that_does_not_answer_is_one_line() -> None:
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("no answer from http://127.0.0.1:9/v1/chat/completions: ")
-    assert "refused" in last
     assert "Traceback" not in done.stderr
 
 
