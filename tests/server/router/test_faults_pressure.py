@@ -39,15 +39,22 @@ async def test_retention_binds_no_session_to_an_overloaded_engine() -> None:
         assert len(first.seen) == 3
 
 
-@pytest.mark.parametrize("share", [0.8, 0.0], ids=["bounded", "not bounded"])
-async def test_a_burst_on_decode_evicts_no_prompt_that_it_has_not_read(share: float) -> None:
-    """Prefill is held back while decode is full; without that, decode computes prompts itself."""
+@pytest.mark.parametrize(
+    ("share", "repeat_s", "pulled"),
+    [(0.8, 0, True), (0.0, 0, False), (0.0, 30, True)],
+    ids=["bounded", "not bounded", "repeated"],
+)
+async def test_a_burst_on_decode_evicts_no_prompt_that_it_has_not_read(
+    share: float, repeat_s: float, pulled: bool
+) -> None:
+    """Prefill is held back while decode is full, or computes again what it has lost; without
+    either, decode computes prompts itself.
+    """
     num_calls, num_blocks = 12, 40
     async with fake_pair() as ([prefill], [decode]):
         prefill.num_blocks = prefill.kv.max_blocks = num_blocks
         decode.turns = turns = asyncio.Semaphore(1)
-        # What is lost nevertheless is not prefilled again here: that is another remedy.
-        settings = {"handover_share": share, "repeat_prefill_s": 0}
+        settings = {"handover_share": share, "repeat_prefill_s": repeat_s}
         async with bench(prefill, decode, **settings) as running:
 
             async def call(number: int) -> int:
@@ -68,7 +75,7 @@ async def test_a_burst_on_decode_evicts_no_prompt_that_it_has_not_read(share: fl
             assert await asyncio.gather(*calls) == [200] * num_calls
         found = [reply.returned for reply in decode.replies.values()]
         assert len(found) == num_calls
-        assert (min(found) > 0) is bool(share)
+        assert (min(found) > 0) is pulled
 
 
 async def test_an_engine_that_lost_everything_costs_a_recompute() -> None:
