@@ -213,6 +213,8 @@ def test_nothing_is_left_of_a_wait_that_is_cut_off(
         decode.abort("d")
     elif how == "mode":
         decode.extension.mailbox.post(SwitchMode("off"))
+        decode.run(lambda: not decode.extension.acting)
+        assert len(decode.lacking) == 0
         decode.run(request.is_finished)
         assert request.num_computed_tokens >= len(PROMPT)
     else:
