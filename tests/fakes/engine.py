@@ -312,6 +312,7 @@ class FakeEngine:
     # --- control -------------------------------------------------------------------------
 
     def _answer_control(self, request: Request) -> Reply:
+        self.num_lacking_questions += isinstance(request, Lacking)
         match request:
             case Hello():
                 return HelloReply(
@@ -350,8 +351,6 @@ class FakeEngine:
             waits = self.lacking.pop(request.request, None)
             if waits is not None:
                 waits.get_loop().call_soon_threadsafe(_set, waits, request.source)
-        else:
-            self.num_lacking_questions += 1
         return LackingReply(requests=list(self.lacking))
 
     def _in_force(self) -> ModeReply:

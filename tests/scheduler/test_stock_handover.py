@@ -193,6 +193,31 @@ def test_what_was_computed_on_a_stock_hand_over_is_given_to_nobody(made: World) 
     decode.assert_no_leak()
 
 
+def test_what_joins_while_it_pulls_is_given_to_nobody_either() -> None:
+    """Its local blocks are as unproven when the call that brought them ends before its read."""
+    with world(hold=True) as made:
+        prefill, decode = pair(made)
+        first = leg(prefill, "p", HOLD)
+        prefill.run(first.is_finished)
+        brought = leg(decode, "d", prefill.said["p"], max_tokens=2 * BLOCK)
+        while not made.transfers:
+            decode.step()
+        made.transfers[-1].advance()
+        decode.run(lambda: brought.num_output_tokens > 2)
+        longer = [*PROMPT[: 6 * BLOCK], *tokens(4 * BLOCK + 2, start=5)]
+        prefill.call("long", longer, session="t")
+        joined = decode.add("joined", longer, session="t", source="prefill-0", max_tokens=BLOCK)
+        decode.run(lambda: len(made.transfers) == 2)
+        decode.run(brought.is_finished)
+        made.transfers[-1].advance()
+        decode.run(joined.is_finished)
+        marked = decode.extension.ledger.readable_epoch
+        named = [b for b in decode.pool.blocks if b.block_hash and marked(b.block_id) is not None]
+        assert named == []
+        decode.run()
+        decode.assert_no_leak()
+
+
 def test_a_switch_while_a_joining_call_gets_its_blocks_hides_nothing(made: World) -> None:
     """The mailbox is drained inside of the allocation: what it finds is as unproven as before."""
     prefill, decode = pair(made)

@@ -60,6 +60,8 @@ RANK_EVERY_S: Final = 0.25
 #: So many times what it took passes before it is computed again, whatever has changed: it takes
 #: time for each lineage, and the engine waits for it.
 RANK_REST: Final = 20
+#: The longest such rest: a process that was stopped meanwhile has taken long as well.
+MOST_REST_S: Final = 2.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -664,7 +666,7 @@ class Extension:
         if queue.num_retained:
             queue.rank(self.table.victims(now_s))
             done_s = self._clock()
-            self._rank_not_before_s = done_s + RANK_REST * (done_s - now_s)
+            self._rank_not_before_s = done_s + min(RANK_REST * (done_s - now_s), MOST_REST_S)
             self._rank_s = max(self._rank_s, self._rank_not_before_s)
 
     def _cache_was_reset(self) -> None:

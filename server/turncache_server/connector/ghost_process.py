@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 #: How often the engine's events are taken, and how often the ghost reports.
 SHIP_EVERY_S: Final = 0.1
+#: So many are encoded at once: meanwhile the engine's thread does not run.
+_FRAME_EVENTS: Final = 64
 REPORT_EVERY_S: Final = 1.0
 #: How often the speed of prefill is written into the trace.
 SPEED_EVERY_S: Final = 60.0
@@ -197,8 +199,11 @@ class GhostProcess:
             stopping = False
             while not stopping:
                 stopping = self._stop.wait(SHIP_EVERY_S)
-                if events := self._recorder.drain():
-                    process.stdin.write(encode_events(events))
+                events = self._recorder.drain()
+                for first in range(0, len(events), _FRAME_EVENTS):
+                    frame = events[first : first + _FRAME_EVENTS]
+                    process.stdin.write(encode_events(frame))
+                if events:
                     process.stdin.flush()
             process.stdin.close()
             listener.join()

@@ -25,6 +25,8 @@ from turncache_server.connector.peers import Peer, PeerBook, PeerState
 #: Calls that may wait at once. Each is looked at in every step, which costs the engine some
 #: 20 microseconds and the lookup of the call's own prefix.
 MAX_WAITING: Final = 32
+#: What that lookup may cost in all: blocks that the waiting calls have here. One call always may.
+MAX_LOCAL_BLOCKS: Final = 8192
 #: Longest wait of one call, whatever its router says.
 MAX_WAIT_S: Final = 120.0
 #: For so long a source that has just computed the prompt is peeked at again, when it rests or
@@ -92,6 +94,8 @@ class Wait:
 
     Attributes:
         until_s: when its time is over; counted from its beginning, also over several repeats.
+            A repeat that is there by then is still looked for.
+        local_blocks: leading blocks of its prompt that are here.
         said: what the router has said: a source, or empty for no. Written by the control
             thread, taken by the engine thread.
         source: the source that the engine thread has taken from there.
@@ -101,6 +105,7 @@ class Wait:
 
     call: str
     until_s: float
+    local_blocks: int = 0
     said: str | None = None
     source: str | None = None
     greet_until_s: float = 0.0
@@ -127,7 +132,15 @@ class LackingCalls:
 
     # --- the engine thread ----------------------------------------------------------------
 
-    def begin(self, request_id: str, patience: Patience, now_s: float, *, heard: bool) -> bool:
+    def begin(
+        self,
+        request_id: str,
+        patience: Patience,
+        now_s: float,
+        *,
+        heard: bool,
+        local_blocks: int = 0,
+    ) -> bool:
         """Let a call wait, or go on waiting.
 
         Args:
@@ -135,18 +148,23 @@ class LackingCalls:
             patience: for how long.
             now_s: the time.
             heard: the source has answered: it does not hold the prompt.
+            local_blocks: leading blocks of its prompt that are here.
 
         Returns:
-            False when too many do.
+            False when too many do, or they have too much to look up in every step.
         """
         if (wait := self._waits.get(request_id)) is not None:
             if heard:
                 wait.source = None  # lost once more: it is the router's turn
             return True
-        if len(self._waits) >= self._max_waiting:
+        looked_up = sum(wait.local_blocks for wait in self._waits.values())
+        too_much = looked_up and looked_up + local_blocks > MAX_LOCAL_BLOCKS
+        if len(self._waits) >= self._max_waiting or too_much:
             self.ends["full"] += 1
             return False
-        self._waits[request_id] = Wait(call=patience.call, until_s=now_s + patience.wait_s)
+        self._waits[request_id] = Wait(
+            call=patience.call, until_s=now_s + patience.wait_s, local_blocks=local_blocks
+        )
         return True
 
     def look(
@@ -172,7 +190,9 @@ class LackingCalls:
             # In this order: until both are set the router would be asked once more.
             wait.source, wait.said = said, None
             wait.greet_until_s, wait.peek_at_s = now_s + GREETING_S, now_s
-        if wait.source == "" or now_s >= wait.until_s:
+        # Whoever has computed it by then is peeked at, however late anybody looks.
+        tried = wait.source is None or now_s >= wait.greet_until_s
+        if wait.source == "" or (now_s >= wait.until_s and tried):
             self.end(request_id, "refused" if wait.source == "" else "timeout")
             return Verdict.OVER
         if wait.source is None or now_s < wait.peek_at_s:

@@ -434,6 +434,9 @@ class PairScheduler(NixlPullConnectorScheduler):
             first = self._stock[request.request_id] // self._facts.block_size
             self._note_unproven(request, blocks, first if num_external_tokens else None)
         elif num_external_tokens > 0:
+            # Its local hit: it comes here again only after the read, when the call that has
+            # brought such blocks may have ended.
+            self._note_unproven(request, blocks, None)
             self._pulls.allocated(
                 request,
                 blocks.blocks[0],

@@ -107,8 +107,8 @@ class PeerBook:
         # Every question carries the name that is expected at its address.
         self._client = ControlClient(keys, names={address: name for name, address in peers.items()})
         self._refused: Counter[str] = Counter(dict.fromkeys(INCOMPATIBLE_CODES, 0))
-        # NIXL id and start of each peer when it was last found compatible, by name.
-        self._met: dict[str, tuple[str, str]] = {}
+        # The start under which each NIXL id was first found compatible.
+        self._met: dict[str, str] = {}
         # Where all peers are asked at once, those that do not answer must leave threads for others.
         workers = min(_MOST_THREADS, max(_FEWEST_THREADS, 2 * len(peers)))
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="turncache-ask")
@@ -220,7 +220,7 @@ class PeerBook:
                 "out of --kv-transfer-config, or give each engine one of its own",
                 reply,
             )
-        if self._is_former(record.name, reply):
+        if self._is_former(reply):
             return self._incompatible(
                 record,
                 f"it was restarted under the engine_id of its last start, {reply.engine_id!r}, by "
@@ -228,7 +228,6 @@ class PeerBook:
                 "--kv-transfer-config and start it anew",
                 reply,
             )
-        self._met[record.name] = reply.engine_id, reply.start_id
         if record.state is not PeerState.COMPATIBLE:
             logger.info("turncache: peer %s is compatible (%s)", record.name, reply.engine_id)
         return Peer(
@@ -247,14 +246,13 @@ class PeerBook:
                 return f"peer {other.name}"
         return None
 
-    def _is_former(self, name: str, reply: HelloReply) -> bool:
+    def _is_former(self, reply: HelloReply) -> bool:
         """Whether NIXL has another start of a peer under its id: it connects once per id.
 
         An answer of the new start to peek and verify says nothing of memory of the old one,
         which a transport that maps it goes on reading.
         """
-        engine_id, start_id = self._met.get(name, ("", ""))
-        return engine_id == reply.engine_id and start_id != reply.start_id
+        return self._met.setdefault(reply.engine_id, reply.start_id) != reply.start_id
 
     def _incompatible(self, record: Peer, why: str, hello: HelloReply | None) -> Peer:
         """Return a record that refuses pulls, and say why once."""

@@ -312,7 +312,10 @@ class PullBook:
             self._lacking.end(pull.request_id, "again")
             return False
         heard = pull.answer is not None
-        if not self._lacking.begin(pull.request_id, patience, now_s, heard=heard):
+        local_blocks = local_tokens // self._block_size
+        if not self._lacking.begin(
+            pull.request_id, patience, now_s, heard=heard, local_blocks=local_blocks
+        ):
             pull.patience = None
             return False
         pull.state = PullState.LACKING

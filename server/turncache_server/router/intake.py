@@ -96,7 +96,7 @@ class Intake:
                 call=request_id,
                 session=tags.session_id,
                 tenant=caller.tenant,
-                tokens=len(body.text) // BYTES_OF_TEXT_PER_TOKEN,
+                tokens=len(body.raw) // BYTES_OF_TEXT_PER_TOKEN,
                 above=tuple(each for each in (tags.parent_id, root) if each is not None),
                 urgent=asked.brings_results or tags.final,
             )

@@ -231,7 +231,7 @@ class Opening:
         # Stock holds back by itself: a prompt's blocks are not free until decode has read them.
         if pressure is None or self._plan.stock:
             return None
-        tokens = len(self._call.body.text) // BYTES_OF_TEXT_PER_TOKEN
+        tokens = len(self._call.body.raw) // BYTES_OF_TEXT_PER_TOKEN
         return pressure.ask(engine.name, self._call.request, tokens)
 
     async def _decode(self, engine: EngineView, source: EngineView) -> Opened:
@@ -265,7 +265,9 @@ class Opening:
         """Return where a decode engine names the calls whose prompt is lost, None for nowhere."""
         if self._plan.stock or not self._services.config.repeat_prefill_s:
             return None
-        return self._services.pool.control_of(engine.name)
+        address = self._services.pool.control_of(engine.name)
+        heard = address is not None and self._services.repeats.hears(address)
+        return address if heard else None
 
     async def _repeat(self, engine: EngineView) -> bool:
         """Run the prefill leg again, beside a decode leg that waits for it."""

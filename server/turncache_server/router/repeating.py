@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from turncache.errors import EngineFault
+from turncache.errors import EngineFault, EngineRefusal
 from turncache_server.control.messages import Lacking, LackingReply, Repeated
 from turncache_server.router.background import Background, tell_failure
 from turncache_server.router.config import RouterConfig
@@ -27,6 +27,10 @@ from turncache_server.router.plan import EngineView, Snapshot
 MAX_REPEATS: Final = 2
 #: Longest pause between two questions to an engine of which nothing was found.
 MAX_PAUSE_S: Final = 1.0
+#: For so long an engine that did not answer is promised nothing.
+SILENT_S: Final = 5.0
+#: Likewise one that does not know the question: until it may have been brought up to date.
+OLDER_S: Final = 60.0
 
 #: Runs a call's prefill leg on an engine; false when that has failed.
 Repeat = Callable[[EngineView], Awaitable[bool]]
@@ -62,6 +66,7 @@ class Watched:
         prefill: its prefill engines, the one that has computed the prompt in front.
         repeat: runs its prefill leg.
         since_s: when it was sent, by the loop's clock.
+        until_s: when decode waits for a repeat no more; None until it was named.
         tried: names of the engines that have repeated it, or failed to.
         said: what the decode engine has still to hear; None for nothing.
         task: what is being done for it.
@@ -71,6 +76,7 @@ class Watched:
     prefill: Sequence[EngineView]
     repeat: Repeat
     since_s: float
+    until_s: float | None = None
     tried: list[str] = field(default_factory=list)
     said: str | None = None
     task: asyncio.Task[None] | None = None
@@ -119,6 +125,21 @@ class Repeats:
         self._background = background
         self._snapshot = snapshot
         self._legs: dict[str, _Legs] = {}
+        # Engines that do not answer, or not this question, are not asked until then.
+        self._deaf_until_s: dict[str, float] = {}
+
+    def hears(self, address: str) -> bool:
+        """Say whether a decode engine may be told that prompts are prefilled again for it.
+
+        One that could not be asked would wait for nobody.
+        """
+        until_s = self._deaf_until_s.get(address)
+        if until_s is None:
+            return True
+        if asyncio.get_running_loop().time() < until_s:
+            return False
+        del self._deaf_until_s[address]
+        return True
 
     def watch(
         self, address: str, request: str, prefill: Sequence[EngineView], repeat: Repeat
@@ -177,9 +198,14 @@ class Repeats:
                 legs.address, Lacking(), LackingReply, timeout_s=self._config.control_timeout_s
             )
             named: Sequence[str] = reply.requests
-        except EngineFault:
+        except EngineFault as error:
             # It is silent, or older than this question: then none of its calls waits.
             named = ()
+            older = isinstance(error, EngineRefusal) and error.code == "unsupported"
+            deaf_s = OLDER_S if older else SILENT_S
+            self._deaf_until_s[legs.address] = asyncio.get_running_loop().time() + deaf_s
+            if older:
+                return
         finally:
             legs.asking = False
         found = [leg for name in named if (leg := legs.by_request.get(name)) is not None]
@@ -210,12 +236,17 @@ class Repeats:
 
     async def _repeated(self, leg: Watched) -> str:
         """Run the leg again; returns the engine id of who did, empty when nobody could."""
-        first = leg.prefill[0].name
+        first, now_s = leg.prefill[0].name, asyncio.get_running_loop().time()
+        if leg.until_s is None:
+            leg.until_s = now_s + self._config.repeat_prefill_s
         while engine := next_engine(leg.prefill, first, leg.tried, self._snapshot()):
             leg.tried.append(engine.name)
             result = "left"
             try:
-                result = "done" if await leg.repeat(engine) else "failed"
+                async with asyncio.timeout_at(leg.until_s):
+                    result = "done" if await leg.repeat(engine) else "failed"
+            except TimeoutError:
+                result = "failed"  # decode has gone on without it
             finally:
                 self._tell(leg, engine.name, result)
             if result == "done":

@@ -18,6 +18,7 @@ from turncache.protocol import EngineHints, Reason
 from turncache_server.connector.costs import PullCosts
 from turncache_server.connector.lacking import (
     GREETING_S,
+    MAX_LOCAL_BLOCKS,
     MAX_WAIT_S,
     PEEK_EVERY_S,
     LackingCalls,
@@ -191,8 +192,31 @@ def test_the_time_runs_on_over_several_repeats(desk: Desk) -> None:
             break
         desk.answer(holds(0, known=6))
         assert desk.look() is None
-    assert desk.lacking.ends["timeout"] == 1
     assert desk.look() == 0
+    assert desk.lacking.ends["timeout"] == 1
+
+
+def test_a_repeat_that_was_there_in_time_is_looked_for_however_late(desk: Desk) -> None:
+    """While nothing is scheduled nobody looks; what prefill holds by then is not computed."""
+    desk.lack()
+    desk.lacking.repeated(CALL, "decode-0")
+    desk.now_s += 2 * PATIENCE.wait_s
+    assert desk.look() is None
+    desk.answer(holds(6, known=6))
+    assert desk.look() == 6 * SIZE
+    assert desk.lacking.ends["timeout"] == 0
+
+
+def test_what_the_lookups_of_those_who_wait_may_cost_is_bounded() -> None:
+    """Decode looks up what it has of each in every step; one call alone may always wait."""
+    waits = LackingCalls()
+    much = MAX_LOCAL_BLOCKS - 1
+    assert waits.begin("a", PATIENCE, 0.0, heard=True, local_blocks=2 * MAX_LOCAL_BLOCKS)
+    waits.end("a", "left")
+    assert waits.begin("b", PATIENCE, 0.0, heard=True, local_blocks=much)
+    assert waits.begin("c", PATIENCE, 0.0, heard=True, local_blocks=1)
+    assert not waits.begin("d", PATIENCE, 0.0, heard=True, local_blocks=1)
+    assert waits.ends["full"] == 1
 
 
 def test_an_offer_is_what_a_trusted_router_says() -> None:

@@ -157,8 +157,42 @@ async def test_without_it_decode_computes(settings: dict[str, Any], updated: boo
         assert answer.status_code == 200
         assert len(prefill.seen) == 1
         assert ("tc_repeat_s" in decode.seen[0].xargs) == (not updated)
-        assert decode.num_lacking_questions == 0
+        assert bool(decode.num_lacking_questions) == (not updated)
         assert await repeats(running) == {}
+
+
+async def test_an_engine_that_could_not_be_asked_is_promised_nothing() -> None:
+    """It would wait for nobody; and one of the version before is not asked at every call."""
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **HURRY) as running:
+        decode.updated = False
+        slow = Script(until=asyncio.Event())
+        decode.scripts.append(slow)
+        call = asyncio.create_task(running.chat(session="s", stream=True))
+        await running.eventually(lambda: decode.num_lacking_questions, bool)
+
+        async def promised() -> bool:
+            await running.chat(session="other")
+            return "tc_repeat_s" in decode.seen[-1].xargs
+
+        await running.eventually(promised, lambda found: not found)
+        assert decode.num_lacking_questions == 1
+        assert slow.until is not None
+        slow.until.set()
+        assert (await call).status_code == 200
+
+
+async def test_a_repeat_takes_no_longer_than_decode_waits() -> None:
+    """An engine that hangs is left while decode computes the prompt itself."""
+    settings = {**HURRY, "repeat_prefill_s": 0.05}
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **settings) as running:
+        prefill.loses = 1
+        prefill.scripts += [Script(), Script(until=asyncio.Event())]
+        decode.scripts.append(computing := Script(pause_after=0))
+        call = asyncio.create_task(running.chat(session="s"))
+        await running.eventually(lambda: prefill.num_cancelled, bool)
+        assert (await repeats(running))["failed"] == 1
+        computing.resume.set()
+        assert (await call).status_code == 200
 
 
 async def test_a_decode_engine_without_a_control_socket_is_offered_nothing() -> None:
