@@ -21,7 +21,7 @@ import typer
 
 from turncache.errors import TurncacheError, UsageError
 from turncache_server.exits import CHECK_FAILED, INTERRUPTED, OK, exit_code
-from turncache_tools.demo.figures import LEAST_RATIO, all_figures
+from turncache_tools.demo.figures import all_figures, least_ratios
 from turncache_tools.demo.leftovers import MARKER, Leftovers, Traces
 from turncache_tools.demo.machine import commit, host_facts, num_cores, probed_speed
 from turncache_tools.demo.page import page
@@ -279,7 +279,7 @@ def _report(options: Options, shown: Shown, left: Leftovers, *, seconds: float) 
                 left,
                 seconds=seconds,
                 # After five short calls there is little to gain: then the ratio only informs.
-                least_ratio={} if options.quick else LEAST_RATIO,
+                least_ratio={} if options.quick else least_ratios(shown.sizes),
             )
         ),
     )

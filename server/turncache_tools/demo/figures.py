@@ -10,13 +10,16 @@ from turncache_tools.demo.compare import Verdict
 from turncache_tools.demo.edited import LastAct
 from turncache_tools.demo.leftovers import Leftovers
 from turncache_tools.demo.rows import ARMS, Arm, CallRow, Scene, rows_of, ttft_by_call
-from turncache_tools.demo.sizes import BLOCK_SIZE
+from turncache_tools.demo.sizes import BLOCK_SIZE, Sizes
 from turncache_tools.figure import Figure
 
-__all__ = ["Earned", "Figure", "all_figures", "earned", "exact"]
+__all__ = ["Earned", "Figure", "all_figures", "earned", "exact", "least_ratios"]
 
 #: Least ratio of TTFT at the last call of the whole task, off over on.
 LEAST_RATIO: Final = {Scene.SINGLE: 4.0, Scene.PAIR: 5.0}
+#: Texts of less than this part of their length have less to save, while what every call costs
+#: besides stays: less is asked of them, in proportion.
+_LEAST_SCALE: Final = 0.7
 
 
 def _compared(name: str, unit: str, value: float, baseline: float) -> dict[str, Any]:
@@ -35,6 +38,14 @@ def _at_most(name: str, unit: str, value: float, limit: float, **more: Any) -> F
 
 def _at_least(name: str, unit: str, value: float, limit: float, **more: Any) -> Figure:
     return Figure(figure=name, unit=unit, value=value, limit=limit, ok=value >= limit, **more)
+
+
+def least_ratios(sizes: Mapping[Scene, Sizes]) -> dict[Scene, float]:
+    """Return what TTFT must gain at the sizes that were chosen, off over on."""
+    return {
+        scene: LEAST_RATIO[scene] * min(1.0, chosen.scale / _LEAST_SCALE)
+        for scene, chosen in sizes.items()
+    }
 
 
 def all_figures(

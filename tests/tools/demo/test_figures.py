@@ -9,10 +9,11 @@ import pytest
 from tests.tools.demo.support import all_rows, last_act, report, row
 from turncache_tools.demo.compare import Verdict
 from turncache_tools.demo.edited import Stale
-from turncache_tools.demo.figures import Figure, all_figures, earned, exact
+from turncache_tools.demo.figures import Figure, all_figures, earned, exact, least_ratios
 from turncache_tools.demo.leftovers import Leftovers
 from turncache_tools.demo.report import earned_lines
 from turncache_tools.demo.rows import Arm, CallRow, Scene, ttft_by_call
+from turncache_tools.demo.sizes import FULL
 
 
 def figures(*changed: CallRow, left: Leftovers | None = None, **act: Any) -> dict[str, Figure]:
@@ -26,6 +27,15 @@ def figures(*changed: CallRow, left: Leftovers | None = None, **act: Any) -> dic
 def failed(found: dict[str, Figure]) -> list[str]:
     """Return the names of the figures that do not hold."""
     return [name for name, figure in found.items() if not figure.ok]
+
+
+def test_short_texts_need_not_gain_what_whole_ones_must() -> None:
+    """They have less to save, while the rest of a call costs the same."""
+    full = least_ratios(dict.fromkeys(Scene, FULL))
+    assert full == {Scene.SINGLE: 4.0, Scene.PAIR: 5.0}
+    assert least_ratios(dict.fromkeys(Scene, FULL.scaled(0.7))) == full
+    half = least_ratios({Scene.PAIR: FULL.scaled(0.35)})
+    assert half == {Scene.PAIR: pytest.approx(2.5)}
 
 
 def test_a_good_demo_has_no_failed_figure() -> None:
