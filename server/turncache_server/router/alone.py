@@ -21,8 +21,6 @@ from turncache_server.router.outcomes import AsksControl
 
 #: Bytes of text that make one token at least: English has four, and code three.
 BYTES_PER_TOKEN: Final = 2
-#: About so many bytes make one token of English.
-BYTES_OF_TEXT_PER_TOKEN: Final = 4
 #: Tokens that a template may add around the new messages.
 _TEMPLATE_TOKENS: Final = 64
 

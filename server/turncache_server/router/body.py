@@ -27,6 +27,8 @@ from turncache_server.router.members import (
 #: Objects in which clients put what an engine reads beside the API's own members.
 XARGS: Final = "vllm_xargs"
 _CARRIERS: Final = frozenset({XARGS, "extra_args", "extra_body"})
+#: About so many bytes make one token of English.
+_BYTES_OF_TEXT_PER_TOKEN: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,11 @@ class Body:
         It is decoded again where it is needed, because a call lasts for minutes.
         """
         return self.raw.decode()
+
+    @property
+    def likely_tokens(self) -> int:
+        """About how many tokens the prompt has, as far as its size says."""
+        return len(self.raw) // _BYTES_OF_TEXT_PER_TOKEN
 
     @classmethod
     def parse(cls, raw: bytes, *, max_depth: int) -> Body:

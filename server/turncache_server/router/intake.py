@@ -10,7 +10,6 @@ from turncache.errors import ProtocolError
 from turncache.protocol import CallTags, check_session_id, identify, tags_from_headers
 from turncache_server.router.admission import Arrival
 from turncache_server.router.alone import (
-    BYTES_OF_TEXT_PER_TOKEN,
     all_tokens,
     front_of,
     kept_tokens,
@@ -96,7 +95,7 @@ class Intake:
                 call=request_id,
                 session=tags.session_id,
                 tenant=caller.tenant,
-                tokens=len(body.raw) // BYTES_OF_TEXT_PER_TOKEN,
+                tokens=body.likely_tokens,
                 above=tuple(each for each in (tags.parent_id, root) if each is not None),
                 urgent=asked.brings_results or tags.final,
             )

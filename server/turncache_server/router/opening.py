@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from turncache.protocol import CallTags, Cause, EngineHints
-from turncache_server.router.alone import BYTES_OF_TEXT_PER_TOKEN
 from turncache_server.router.apis.api import Api, CallRequest
 from turncache_server.router.body import Body
 from turncache_server.router.errors import EngineRefused, LegFailed
@@ -231,8 +230,7 @@ class Opening:
         # Stock holds back by itself: a prompt's blocks are not free until decode has read them.
         if pressure is None or self._plan.stock:
             return None
-        tokens = len(self._call.body.raw) // BYTES_OF_TEXT_PER_TOKEN
-        return pressure.ask(engine.name, self._call.request, tokens)
+        return pressure.ask(engine.name, self._call.request, self._call.body.likely_tokens)
 
     async def _decode(self, engine: EngineView, source: EngineView) -> Opened:
         """Run the decode leg up to its first byte; a prompt that is lost is prefilled again.
@@ -251,11 +249,16 @@ class Opening:
         except BaseException:
             stop()
             raise
-        if self._call.asked.stream and not self._call.api.opens_with_token:
+        if self._opens_before_a_token:
             self._stop_watching = stop
         else:
             stop()
         return opened
+
+    @property
+    def _opens_before_a_token(self) -> bool:
+        """Whether the first byte of the answer says nothing of what was computed."""
+        return self._call.asked.stream and not self._call.api.opens_with_token
 
     def close(self) -> None:
         """Repeat nothing any more: the call is over."""
@@ -316,9 +319,8 @@ class Opening:
 
     def _begun(self) -> None:
         """Make room: decode has generated something. Of a response the first event says nothing."""
-        call, pressure = self._call, self._services.pressure
-        if pressure is not None and (call.api.opens_with_token or not call.asked.stream):
-            pressure.over(call.request)
+        if self._services.pressure is not None and not self._opens_before_a_token:
+            self._services.pressure.over(self._call.request)
 
     def _get_ready(self, source: str) -> None:
         """Make the body of the decode leg, while prefill works."""
