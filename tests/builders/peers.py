@@ -11,7 +11,7 @@ from turncache_server.connector.peers import Peer
 from turncache_server.control.messages import Peek, PeekReply, Verify, VerifyReply
 
 if TYPE_CHECKING:
-    from tests.builders.engines import World
+    from tests.builders.engines import Engine, World
 
 
 @dataclass(eq=False)
@@ -28,6 +28,10 @@ class DirectPeers:
     """Stands for ``PeerBook``: questions wait until the test has them answered and delivered.
 
     So a peek can be answered at any moment of the source's life, and be delivered later.
+
+    Attributes:
+        greets: a source that is found to be another one than at its last hello is greeted in
+            time; else that takes until after the answer.
     """
 
     def __init__(self, world: World, names: Sequence[str]) -> None:
@@ -35,6 +39,7 @@ class DirectPeers:
         self._names = names
         self._known: dict[str, Peer] = {}
         self.questions: list[Question] = []
+        self.greets = True
 
     def start(self) -> None:
         """Nothing to start."""
@@ -77,7 +82,15 @@ class DirectPeers:
     def answer(self, question: Question) -> None:
         """Have the source answer, as its control thread would at this moment."""
         if question.reply is None and not question.future.cancelled():
-            question.reply = self._world.engines[question.peer].ask(question.body)
+            engine = self._world.engines[question.peer]
+            question.reply = reply = engine.ask(question.body)
+            if isinstance(reply, PeekReply) and self.greets:
+                self._greet_anew(engine, reply)
+
+    def _greet_anew(self, engine: Engine, reply: PeekReply) -> None:
+        known = self._known.get(engine.name)
+        if known is None or known.hello is None or not known.hello.is_of(reply):
+            self._known[engine.name] = engine.as_peer()
 
     def deliver(self, question: Question) -> None:
         """Bring the answer to the asker; answers first when nobody has."""

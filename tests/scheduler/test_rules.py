@@ -275,6 +275,7 @@ def test_rule_6_another_generation_is_refused_until_a_new_hello(held: World) -> 
     held.hold = False
     prefill, decode = pair(held)
     assert prefill.peers is not None
+    prefill.peers.greets = False
     known = prefill.peers.get("decode-0")
     decode.scheduler.reset_prefix_cache()
     decode.call("warm", tokens(34), session="s")
@@ -289,6 +290,26 @@ def test_rule_6_another_generation_is_refused_until_a_new_hello(held: World) -> 
     prefill.scheduler.reset_prefix_cache()
     prefill.call("r2", tokens(34), session="s", source="decode-0")
     assert prefill.record("r2").returned == 32
+    for engine in (prefill, decode):
+        engine.assert_no_leak()
+
+
+def test_rule_6_the_peek_that_finds_another_generation_has_the_source_greeted(held: World) -> None:
+    """So a reset costs the next pull a question, not a prefill; nothing is taken without it."""
+    held.hold = False
+    prefill, decode = pair(held)
+    assert prefill.peers is not None
+    known = prefill.peers.get("decode-0")
+    decode.scheduler.reset_prefix_cache()
+    decode.call("warm", tokens(34), session="s")
+    prefill.call("r", tokens(34), session="s", source="decode-0")
+    assert prefill.record("r").returned == 32
+    fresh = prefill.peers.get("decode-0")
+    assert known is not None
+    assert known.hello is not None
+    assert fresh is not None
+    assert fresh.hello is not None
+    assert fresh.hello.generation == known.hello.generation + 1
     for engine in (prefill, decode):
         engine.assert_no_leak()
 

@@ -1,8 +1,10 @@
 """The engines that this one may read from: allow-list, compatibility, liveness.
 
 One thread asks every peer ``hello`` and replaces frozen records in a dict; the engine
-thread reads them. KV is exchanged only with a peer whose fingerprint is equal in every
-member; the difference is said in one line.
+thread reads them. A peer whose answer to a peek is of another start or another cache than
+its last hello is greeted again by the thread that peeked, before that answer is given. KV is
+exchanged only with a peer whose fingerprint is equal in every member; the difference is said
+in one line.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from turncache.errors import EngineFault, EngineRefusal
@@ -117,6 +119,8 @@ class PeerBook:
         }
         # Appended to by the threads that ask, taken by the engine thread.
         self._peek_s: deque[float] = deque(maxlen=_MOST_TIMES)
+        # Held while a hello is judged and put down, not while it is asked for.
+        self._judging = threading.Lock()
         self._wake = threading.Event()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="turncache-peers", daemon=True)
@@ -156,20 +160,27 @@ class PeerBook:
         self._wake.set()
 
     def peek(self, peer: Peer, session: str, hashes: list[bytes]) -> Future[PeekReply]:
-        """Ask a peer what it holds of a hash chain."""
+        """Ask a peer what it holds of a hash chain.
+
+        Its record (:meth:`get`) is of the start and the cache that the answer is of, where a
+        hello could be had: a reset of its cache costs the next pull one more question.
+        """
         asked_at_s = time.monotonic()
-        return self._pool.submit(
-            self._peek, peer.control_address, Peek(session=session, hashes=hashes), asked_at_s
-        )
+        question = Peek(session=session, hashes=hashes)
+        return self._pool.submit(self._peek, peer.name, question, asked_at_s)
 
     def take_peek_s(self) -> list[float]:
         """Return how long the peeks took that were answered since the last time, in seconds."""
         times = self._peek_s
         return [times.popleft() for _ in range(len(times))]
 
-    def _peek(self, address: str, question: Peek, asked_at_s: float) -> PeekReply:
+    def _peek(self, name: str, question: Peek, asked_at_s: float) -> PeekReply:
+        address = self._records[name].control_address
         reply = self._client.ask(address, question, PeekReply, timeout_s=self._ask_timeout_s)
         self._peek_s.append(time.monotonic() - asked_at_s)
+        hello = self._records[name].hello
+        if hello is None or not hello.is_of(reply):
+            self._greet(name)
         return reply
 
     def verify(self, peer: Peer, question: Verify) -> Future[VerifyReply]:
@@ -184,32 +195,39 @@ class PeerBook:
 
     def _run(self) -> None:
         while not self._stop:
-            for record in list(self._records.values()):
+            for name in self._records:
                 if not self._stop:
-                    self._records[record.name] = self._greet(record)
+                    self._greet(name)
             seen = all(r.state is PeerState.COMPATIBLE for r in self._records.values())
             self._wake.wait(_HELLO_EVERY_S if seen else _FIRST_HELLO_EVERY_S)
             self._wake.clear()
 
-    def _greet(self, record: Peer) -> Peer:
+    def _greet(self, name: str) -> None:
+        """Ask a peer who it is, and replace its record."""
+        address = self._records[name].control_address
+        reply: HelloReply | EngineFault
         try:
-            reply = self._client.ask(
-                record.control_address, Hello(), HelloReply, timeout_s=HELLO_TIMEOUT_S
-            )
+            reply = self._client.ask(address, Hello(), HelloReply, timeout_s=HELLO_TIMEOUT_S)
         except EngineFault as error:
-            if isinstance(error, EngineRefusal) and error.code in INCOMPATIBLE_CODES:
-                self._refused[error.code] += 1
-                return self._incompatible(record, str(error), record.hello)
-            state = PeerState.UNSEEN if record.hello is None else PeerState.GONE
-            if record.state is not state:
-                logger.warning("turncache: peer %s does not answer: %s", record.name, error)
-            return Peer(
-                name=record.name,
-                control_address=record.control_address,
-                state=state,
-                why=str(error),
-                hello=record.hello,
+            reply = error
+        with self._judging:
+            record = self._records[name]
+            self._records[name] = (
+                self._unanswered(record, reply)
+                if isinstance(reply, EngineFault)
+                else self._judged(record, reply)
             )
+
+    def _unanswered(self, record: Peer, error: EngineFault) -> Peer:
+        if isinstance(error, EngineRefusal) and error.code in INCOMPATIBLE_CODES:
+            self._refused[error.code] += 1
+            return self._incompatible(record, str(error), record.hello)
+        state = PeerState.UNSEEN if record.hello is None else PeerState.GONE
+        if record.state is not state:
+            logger.warning("turncache: peer %s does not answer: %s", record.name, error)
+        return replace(record, state=state, why=str(error))
+
+    def _judged(self, record: Peer, reply: HelloReply) -> Peer:
         if differs := difference(self._fingerprint, reply.fingerprint):
             return self._incompatible(record, differs, reply)
         if namesake := self._namesake(record.name, reply.engine_id):

@@ -603,7 +603,7 @@ class PullBook:
     def _take_answers(self, pull: Pull, now_s: float) -> None:
         """Turn the best answer into an offer, or close the pull with a reason."""
         asks, pull.asks = pull.asks, ()
-        best: tuple[Ask, PeekReply] | None = None
+        best: tuple[Peer, PeekReply] | None = None
         known = 0
         for ask in asks:
             if not ask.reply.done():
@@ -613,22 +613,20 @@ class PullBook:
             if answer is None:
                 self._peers.hurry()
                 continue
-            known = max(known, answer.known)
-            if best is None or len(answer.block_ids) > len(best[1].block_ids):
-                best = ask, answer
+            known = max(known, answer[1].known)
+            if best is None or len(answer[1].block_ids) > len(best[1].block_ids):
+                best = answer
         if best is None:
             self._refuse(pull, Reason.SOURCE_GONE)
             return
-        pull.peer, pull.answer = best[0].peer, best[1]
+        pull.peer, pull.answer = best
         pull.known_blocks = known
         pull.state = PullState.OFFERED
         if not pull.answer.block_ids and known:
             pull.reason = Reason.EVICTED
 
-    def _answer(self, ask: Ask, num_hashes: int, now_s: float) -> PeekReply | None:
-        hello = ask.peer.hello
-        if hello is None:
-            return None
+    def _answer(self, ask: Ask, num_hashes: int, now_s: float) -> tuple[Peer, PeekReply] | None:
+        """Return an answer with the peer that gave it, as its last hello left it."""
         try:
             answer = ask.reply.result(timeout=0)
         except (EngineFault, CancelledError) as error:
@@ -644,10 +642,16 @@ class PullBook:
                 len(answer.epochs),
             )
             return None
-        if (hello.start_id, hello.generation) != (answer.start_id, answer.generation):
-            # Restarted or reset since its digests were compared: a new hello first.
+        peer = self._peers.get(ask.peer.name)
+        if (
+            peer is None
+            or peer.hello is None
+            or peer.state is not PeerState.COMPATIBLE
+            or not peer.hello.is_of(answer)
+        ):
+            # Restarted or reset since its fingerprint was compared: a new hello first.
             return None
-        return answer
+        return peer, answer
 
     def _leave(self, ask: Ask, asked_at_s: float) -> None:
         """Wait for a candidate no longer, but hear whether it fails."""

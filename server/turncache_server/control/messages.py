@@ -221,6 +221,10 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
     missing: list[str] = []
     name: str = ""
 
+    def is_of(self, answer: PeekReply) -> bool:
+        """Whether an answer is of the very start and cache that this hello spoke for."""
+        return (self.start_id, self.generation) == (answer.start_id, answer.generation)
+
 
 class PeekReply(msgspec.Struct, frozen=True, kw_only=True, tag="peek_reply"):
     """The longest written prefix of the chain.

@@ -26,22 +26,26 @@ class Engine:
         self.fingerprint = dict(fingerprint)
         self.engine_id = engine_id
         self.start_id = "start-1"
+        self.generation = 1
         self.seen: list[Request] = []
         self.wait: threading.Event | None = None
+        self.refuses_hellos = False
 
     def __call__(self, request: Request) -> Reply:
         self.seen.append(request)
         match request:
-            case Hello():
+            case Hello() if not self.refuses_hellos:
                 return hello(
                     fingerprint=self.fingerprint,
                     start_id=self.start_id,
+                    generation=self.generation,
                     engine_id=self.engine_id,
                 )
             case Peek():
                 if self.wait is not None:
                     self.wait.wait(10)
-                return holds(len(request.hashes))
+                held = len(request.hashes)
+                return holds(held, start_id=self.start_id, generation=self.generation)
             case Verify():
                 return confirms(len(request.hashes))
             case _:
@@ -233,6 +237,43 @@ def test_questions_run_beside_the_engine_thread(
     with pytest.raises(EngineFault, match="no answer"):
         late.result(10)
     engine.wait.set()
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_peer_that_was_reset_is_greeted_before_its_answer_is_given(
+    differs: bool, serve: Callable[..., ControlServer], book: Callable[..., PeerBook]
+) -> None:
+    """Its record fits the answer by then, or says why nothing may be pulled any more."""
+    engine = Engine()
+    peers = book({"decode-0": serve(engine).address})
+    peer = until(peers, "decode-0", PeerState.COMPATIBLE, hurry=False)
+    for generation in (1, 2, 3):
+        engine.generation = generation
+        if differs and generation == 3:
+            engine.fingerprint["weights"] = "bbbb"
+        greeted = sum(isinstance(each, Hello) for each in engine.seen)
+        answer = peers.peek(peer, "s", [b"a"]).result(10)
+        record = peers.get("decode-0")
+        assert record is not None
+        assert record.hello is not None
+        assert record.hello.is_of(answer)
+        if generation > 1:
+            assert sum(isinstance(each, Hello) for each in engine.seen) > greeted
+    assert record.state is (PeerState.INCOMPATIBLE if differs else PeerState.COMPATIBLE)
+
+
+def test_a_peer_that_cannot_be_greeted_any_more_answers_all_the_same(
+    serve: Callable[..., ControlServer], book: Callable[..., PeerBook]
+) -> None:
+    """The reader sees by the record that the answer is not to be used."""
+    engine = Engine()
+    peers = book({"decode-0": serve(engine).address})
+    peer = until(peers, "decode-0", PeerState.COMPATIBLE, hurry=False)
+    engine.generation, engine.refuses_hellos = 2, True
+    assert peers.peek(peer, "s", [b"a"]).result(10).generation == 2
+    record = peers.get("decode-0")
+    assert record is not None
+    assert record.state is PeerState.GONE
 
 
 def test_closing_waits_for_questions_in_flight(

@@ -440,6 +440,31 @@ def test_an_answer_that_does_not_fit_is_not_used(answer: Any, desk: Desk) -> Non
     assert desk.look() == 0
 
 
+def test_a_source_that_was_greeted_meanwhile_is_read_as_its_new_hello_says(desk: Desk) -> None:
+    """Its new start has another NIXL id: reading by the old one would fail, or worse."""
+    desk.start()
+    again = {"start_id": "another", "generation": 4}
+    desk.peers.records["decode-0"] = compatible(engine_id="anew", nixl_port=77, **again)
+    desk.answer(holds(6, **again))
+    tokens = desk.look()
+    assert tokens
+    desk.allocate(0, tokens)
+    (read,) = desk.book.take_reads()
+    assert (read.engine_id, read.port) == ("anew", 77)
+
+
+@pytest.mark.parametrize("state", [PeerState.INCOMPATIBLE, PeerState.GONE])
+def test_a_source_whose_new_hello_does_not_fit_is_not_read_from(
+    state: PeerState, desk: Desk
+) -> None:
+    """Its weights may be others since its reset."""
+    desk.start()
+    desk.peers.become("decode-0", state=state)
+    desk.answer(holds(6))
+    assert desk.look() == 0
+    assert desk.reason is Reason.SOURCE_GONE
+
+
 def test_a_source_that_holds_nothing_any_more_says_evicted(desk: Desk) -> None:
     """Known once and held no longer is a loss; never known is none."""
     desk.start()
