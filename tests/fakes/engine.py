@@ -75,6 +75,7 @@ class Script:
         close_early: end the stream in order after this many events.
         kv_transfer_params: put into the answer, as an engine with a connector does.
         arrived: set when the request has been read.
+        after_pull: ``status`` is answered only once the prompt has been looked for.
     """
 
     status: int = 200
@@ -89,6 +90,7 @@ class Script:
     close_early: int | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    after_pull: bool = False
 
 
 @dataclass(frozen=True)
@@ -459,13 +461,9 @@ class FakeEngine:
             await script.until.wait()
         if script.die == "before":
             _cut(request)
-        if script.status != 200 or (script.body is not None and not body.get("stream")):
-            return web.Response(
-                status=script.status,
-                body=script.body or b'{"error":{"message":"scripted","code":0}}',
-                content_type="application/json",
-                headers=dict(script.headers),
-            )
+        whole = script.body is not None and not body.get("stream")
+        if whole or (script.status != 200 and not script.after_pull):
+            return _as_scripted(script)
         async with self.turns:
             return await self._answered(request, seen, script)
 
@@ -480,6 +478,8 @@ class FakeEngine:
             opened = await _opened(request, script)
             await opened.write(b": read\n\n")
         source = await self._pulled_from(seen.xargs, asked)
+        if script.after_pull:
+            return _as_scripted(script)
         answer = self._generate(seen, asked, source)
         if body.get("stream"):
             return await self._stream(request, answer, script, opened)
@@ -723,6 +723,15 @@ def whole_answer(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
 def _digest(session: str) -> str:
     """Return what engines show of a session's name."""
     return hashlib.blake2b(session.encode(), digest_size=6).hexdigest()
+
+
+def _as_scripted(script: Script) -> web.Response:
+    return web.Response(
+        status=script.status,
+        body=script.body or b'{"error":{"message":"scripted","code":0}}',
+        content_type="application/json",
+        headers=dict(script.headers),
+    )
 
 
 async def _opened(request: web.Request, script: Script) -> web.StreamResponse:

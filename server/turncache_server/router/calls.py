@@ -396,9 +396,9 @@ class PlannedCall:
 
     def _end(self, code: int, problem: str | None) -> None:
         record, ending = self._record, self._record.ending
+        self._opening.close()
         if self._services.pressure is not None:
             self._services.pressure.over(self._call.request)
-        self._opening.close()
         record.prefill_s = self._opening.prefill_s
         record.held_back_s = self._opening.held_back_s
         record.repeats = self._opening.num_repeats

@@ -266,8 +266,9 @@ class PrefillRepeated:
 
     Attributes:
         engine: who was to, None for ``no_engine``.
-        result: ``done``; ``failed``; ``left``: the call did not wait for its end; or
-            ``no_engine``: nobody was left who could have helped, and decode computes.
+        result: ``done``; ``failed``; ``late``: decode had waited for long enough before it was
+            its turn; ``left``: the call did not wait for its end; or ``no_engine``: nobody was
+            left who could have helped, and decode computes.
     """
 
     request: str

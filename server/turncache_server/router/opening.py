@@ -126,6 +126,8 @@ class Opening:
         self._prefilled = prefilled
         self._num_attempts = 0
         self._held: bytes | None = None
+        self._tokens = call.body.likely_tokens
+        self._source: EngineView | None = None
         self._ready: tuple[str, bytes] | None = None
         self.engine_s = 0.0
         self.held_back_s = 0.0
@@ -144,13 +146,15 @@ class Opening:
             return await self._first_that_answers(
                 "single", self._plan.serve, lambda engine: self._serve(engine, "single", None)
             )
-        source = await self._first_that_answers("prefill", self._plan.prefill, self._prefill)
-        self._prefilled(source)
-        return await self._first_that_answers(
-            "decode",
-            self._plan.serve,
-            lambda engine: self._decode(engine, source),
+        self._has_prompt(
+            await self._first_that_answers("prefill", self._plan.prefill, self._prefill)
         )
+        return await self._first_that_answers("decode", self._plan.serve, self._decode)
+
+    def _has_prompt(self, engine: EngineView) -> None:
+        """Take which prefill engine has computed the prompt last."""
+        self._source = engine
+        self._prefilled(engine)
 
     async def _first_that_answers(
         self,
@@ -210,8 +214,10 @@ class Opening:
         if ending.problem is not None:
             problem = f"failed to prefill: {ending.problem}"
             raise LegFailed(engine.name, "bad_answer", problem, consumed=True)
-        if self._services.pressure is not None and ending.usage is not None:
-            self._services.pressure.sized(call.request, ending.usage.prompt_tokens)
+        if ending.usage is not None:
+            self._tokens = ending.usage.prompt_tokens
+            if self._services.pressure is not None:
+                self._services.pressure.sized(call.request, self._tokens)
         if self._plan.stock:
             self._held = transfer_params(answer)
         self.prefill_s = (self.prefill_s or 0.0) + self._services.clock() - began_s
@@ -230,19 +236,25 @@ class Opening:
         # Stock holds back by itself: a prompt's blocks are not free until decode has read them.
         if pressure is None or self._plan.stock:
             return None
-        return pressure.ask(engine.name, self._call.request, self._call.body.likely_tokens)
+        return pressure.ask(engine.name, self._call.request, self._tokens)
 
-    async def _decode(self, engine: EngineView, source: EngineView) -> Opened:
+    async def _decode(self, engine: EngineView) -> Opened:
         """Run the decode leg up to its first byte; a prompt that is lost is prefilled again.
 
         Where that comes before any token, it is prefilled again until the call is over.
         """
+        source = self._source
+        assert source is not None, "its prefill leg has been answered"
         address = self._repeatable_at(engine)
         if address is None:
             return await self._serve(engine, "decode", source.engine_id)
         others = [each for each in self._plan.prefill if each is not source]
         stop = self._services.repeats.watch(
-            address, self._call.request, (source, *others), self._repeat
+            address,
+            self._call.request,
+            (source, *others),
+            room=lambda prefill: self._room(prefill, engine),
+            repeat=self._repeat,
         )
         try:
             opened = await self._serve(engine, "decode", source.engine_id)
@@ -272,6 +284,22 @@ class Opening:
         heard = address is not None and self._services.repeats.hears(address)
         return address if heard else None
 
+    async def _room(self, engine: EngineView, decode: EngineView) -> None:
+        """Wait until the prompt fits on the prefill engine that is to compute it again.
+
+        From then on it counts there. No part of ``held_back_s``: decode has the call meanwhile.
+        """
+        waits = self._held_back(engine)
+        if waits is not None:
+            try:
+                await waits
+            except asyncio.CancelledError:
+                # Where it was it is lost, and here nobody will compute it.
+                assert self._services.pressure is not None, "somebody waits"
+                self._services.pressure.over(self._call.request)
+                raise
+        self._handed_to(decode)
+
     async def _repeat(self, engine: EngineView) -> bool:
         """Run the prefill leg again, beside a decode leg that waits for it."""
         self.num_repeats += 1
@@ -285,7 +313,7 @@ class Opening:
         except EngineRefused:
             return False
         self._services.pool.answered(engine.name)
-        self._prefilled(engine)
+        self._has_prompt(engine)
         return True
 
     async def _serve(self, engine: EngineView, kind: str, source: str | None) -> Opened:

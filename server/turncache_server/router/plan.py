@@ -41,6 +41,8 @@ class EngineView:
         name: name in the router's configuration.
         engine_id: name by which other engines may pull from it.
         live: its last health check succeeded and its circuit is closed.
+        there: it lives, as far as a short silence can tell: it may still have what it was asked
+            for. Whoever is live is there.
         pulls: it takes and gives KV by verified pulls, as far as anybody knows.
         draining: it is to be stopped: what it has goes to others, by their pulls.
         models: context length in tokens (None when the engine does not say) by served
@@ -51,6 +53,7 @@ class EngineView:
     engine_id: str
     side: Side
     live: bool = True
+    there: bool = True
     pulls: bool = True
     draining: bool = False
     models: Mapping[str, int | None] = field(default_factory=dict)

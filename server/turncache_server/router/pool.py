@@ -5,6 +5,11 @@ snapshot any more, and known by name only until the calls that were planned with
 ended. An engine is live when its last health check succeeded and its circuit
 is closed. A connection that is refused counts as a failed health check, and starts the next
 one at once.
+
+One that is not live gets no new calls, but what hangs on it already is not given up for one slow
+answer: it is *there* until nobody listens at its address, its circuit opens, or as many checks in a
+row have failed as open a circuit. An engine under pressure answers late, and that is when the
+prompts on it must be bounded, and those that it has lost repeated.
 """
 
 from __future__ import annotations
@@ -51,12 +56,18 @@ class ControlsFleet(AsksControl, Protocol):
 
 
 class _Engine:
-    """What is known about one engine at present."""
+    """What is known about one engine at present.
+
+    Attributes:
+        num_missed: health checks in a row that have failed; None before the first that succeeds,
+            and when nobody listens at its address.
+    """
 
     def __init__(self, config: EngineConfig, breaker: Breaker) -> None:
         self.config = config
         self.breaker = breaker
         self.healthy = False
+        self.num_missed: int | None = None
         self.models: Mapping[str, int | None] = {}
         self.pulls = True
         self.draining = False
@@ -69,12 +80,23 @@ class _Engine:
         self.num_calls = 0
         self._view: EngineView | None = None
 
-    def view(self, live: bool) -> EngineView:
+    def checked(self, failure: str | None) -> None:
+        """Note a health check, and how it has failed."""
+        self.healthy = failure is None
+        if failure is None:
+            self.num_missed = 0
+        elif failure == "refused":
+            self.num_missed = None
+        elif self.num_missed is not None:
+            self.num_missed += 1
+
+    def view(self, live: bool, there: bool) -> EngineView:
         """Return it as it is now: the same object, while nothing has changed."""
         view = self._view
         if (
             view is None
             or view.live is not live
+            or view.there is not there
             or view.pulls is not self.pulls
             or view.draining is not self.draining
             or view.models is not self.models
@@ -84,6 +106,7 @@ class _Engine:
                 engine_id=self.config.engine_id,
                 side=self.config.side,
                 live=live,
+                there=there,
                 pulls=self.pulls,
                 draining=self.draining,
                 models=self.models,
@@ -181,7 +204,12 @@ class Pool:
 
     def snapshot(self, *, return_enabled: bool) -> Snapshot:
         """Return the pool as it is now: the same object, while nothing has changed."""
-        engines = tuple([engine.view(self._live(engine)) for engine in self._engines.values()])
+        engines = tuple(
+            [
+                engine.view(self._live(engine), self._there(engine))
+                for engine in self._engines.values()
+            ]
+        )
         latest = self._latest
         if (
             latest is not None
@@ -225,7 +253,7 @@ class Pool:
             return
         engine.breaker.failed(self._clock())
         if kind == "refused":
-            engine.healthy = False
+            engine.checked(kind)
         engine.check_now.set()
         self._tell(engine, kind)
 
@@ -247,10 +275,10 @@ class Pool:
     def prefill_tokens(self, name: str) -> int | None:
         """Return how many tokens the pool of a prefill engine holds, None when nobody knows.
 
-        Nor does anybody of one that is not live. Asked for with ``handover_share`` only.
+        Nor does anybody of one that is not there. Asked for with ``handover_share`` only.
         """
         engine = self._engines.get(name)
-        return None if engine is None or not self._live(engine) else engine.kept_tokens
+        return None if engine is None or not self._there(engine) else engine.kept_tokens
 
     async def refresh_models(self) -> None:
         """Ask the live engines for their models again, at most once a second."""
@@ -329,7 +357,7 @@ class Pool:
                 engine.config, "/health", self._headers, timeout_s=self._config.health_timeout_s
             )
         except LegFailed as failure:
-            engine.healthy = False
+            engine.checked(failure.kind)
             self._tell(engine, str(failure))
             return
         before = engine.start_id
@@ -342,7 +370,7 @@ class Pool:
         # A process may die and come back between two checks.
         restarted = before not in ("", engine.start_id)
         recovered = status == HTTPStatus.OK and (restarted or not engine.healthy)
-        engine.healthy = status == HTTPStatus.OK
+        engine.checked(None if status == HTTPStatus.OK else "unavailable")
         if recovered:
             # Perhaps another process: what broke before says nothing about it, and it may
             # serve other models.
@@ -415,6 +443,11 @@ class Pool:
 
     def _live(self, engine: _Engine) -> bool:
         return engine.healthy and not engine.breaker.is_open(self._clock())
+
+    def _there(self, engine: _Engine) -> bool:
+        """Whether it lives, as far as a short silence can tell."""
+        missed, most = engine.num_missed, self._config.breaker_failures
+        return missed is not None and missed < most and not engine.breaker.is_open(self._clock())
 
     def _tell(self, engine: _Engine, why: str) -> None:
         live = self._live(engine)

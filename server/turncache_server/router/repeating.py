@@ -4,13 +4,16 @@ A decode engine lets such a call wait, and names it to whoever asks on its contr
 router asks while one of its decode legs has brought no byte for a moment: one question for
 all of an engine's legs, and less often the longer nothing is found. A call that is named has
 its prefill leg repeated, and the engine is told who has computed the prompt, or that nobody
-will: then it waits no longer. Owner of which legs are watched and what is being repeated.
+will: then it waits no longer. A repeat waits for room on its prefill engine like any prompt, then
+for its turn: what an engine loses under pressure must not come back to it all at once. Owner of
+which legs are watched and what is being repeated.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,6 +28,9 @@ from turncache_server.router.plan import EngineView, Snapshot
 #: Most repeats for one decode leg, each by another engine: what is lost that often is lost because
 #: prefill has no room, and more work would only take more of it.
 MAX_REPEATS: Final = 2
+#: Repeats that a prefill engine works on at once. Enough that it need not wait for the router
+#: between two, and few beside the prompts that come for the first time.
+MAX_AT_ONCE: Final = 4
 #: Longest pause between two questions to an engine of which nothing was found.
 MAX_PAUSE_S: Final = 1.0
 #: For so long an engine that did not answer is promised nothing.
@@ -32,6 +38,8 @@ SILENT_S: Final = 5.0
 #: Likewise one that does not know the question: until it may have been brought up to date.
 OLDER_S: Final = 60.0
 
+#: Waits until a call's prompt fits on a prefill engine, where it counts from then on.
+Room = Callable[[EngineView], Awaitable[None]]
 #: Runs a call's prefill leg on an engine; false when that has failed.
 Repeat = Callable[[EngineView], Awaitable[bool]]
 
@@ -48,13 +56,14 @@ def next_engine(
         snapshot: the pool as it is now.
 
     Returns:
-        None when it would not help: nobody is left who lives and may be pulled from.
+        None when it would not help: nobody is left who is there and may be pulled from. One that
+        has been silent for a moment is asked when no other one lives.
     """
-    able = {engine.name for engine in snapshot.engines if engine.live and engine.pulls}
+    silent = {e.name: not e.live for e in snapshot.engines if e.there and e.pulls}
     if len(tried) >= MAX_REPEATS:
         return None
-    left = [engine for engine in planned if engine.name in able and engine.name not in tried]
-    return min(left, key=lambda engine: engine.name != first, default=None)
+    left = [engine for engine in planned if engine.name in silent and engine.name not in tried]
+    return min(left, key=lambda e: (silent[e.name], e.name != first), default=None)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -64,6 +73,7 @@ class Watched:
     Attributes:
         request: the call's id.
         prefill: its prefill engines, the one that has computed the prompt in front.
+        room: waits until its prompt fits.
         repeat: runs its prefill leg.
         since_s: when it was sent, by the loop's clock.
         until_s: when decode waits for a repeat no more; None until it was named.
@@ -74,6 +84,7 @@ class Watched:
 
     request: str
     prefill: Sequence[EngineView]
+    room: Room
     repeat: Repeat
     since_s: float
     until_s: float | None = None
@@ -97,6 +108,19 @@ class _Legs:
         self.timer: asyncio.TimerHandle | None = None
         self.asking = False
         self.pause_s = 0.0
+
+
+class _Turns:
+    """The repeats of one prefill engine, first come, first served.
+
+    Attributes:
+        free: turns.
+        num_legs: that have one, or wait for one.
+    """
+
+    def __init__(self) -> None:
+        self.free = asyncio.Semaphore(MAX_AT_ONCE)
+        self.num_legs = 0
 
 
 class Repeats:
@@ -125,6 +149,7 @@ class Repeats:
         self._background = background
         self._snapshot = snapshot
         self._legs: dict[str, _Legs] = {}
+        self._turns: dict[str, _Turns] = {}  # none of an engine that repeats nothing
         # Engines that do not answer, or not this question, are not asked until then.
         self._deaf_until_s: dict[str, float] = {}
 
@@ -142,7 +167,13 @@ class Repeats:
         return True
 
     def watch(
-        self, address: str, request: str, prefill: Sequence[EngineView], repeat: Repeat
+        self,
+        address: str,
+        request: str,
+        prefill: Sequence[EngineView],
+        *,
+        room: Room,
+        repeat: Repeat,
     ) -> Callable[[], None]:
         """Watch a decode leg until what is returned is called, with its first token.
 
@@ -150,11 +181,12 @@ class Repeats:
             address: of the decode engine's control socket.
             request: the call's id.
             prefill: its prefill engines, the one that has computed the prompt in front.
-            repeat: runs its prefill leg on one of them.
+            room: waits until its prompt fits on one of them.
+            repeat: runs its prefill leg there.
         """
         legs = self._legs.setdefault(address, _Legs(address))
         since_s = asyncio.get_running_loop().time()
-        leg = Watched(request=request, prefill=prefill, repeat=repeat, since_s=since_s)
+        leg = Watched(request=request, prefill=prefill, room=room, repeat=repeat, since_s=since_s)
         legs.by_request[request] = leg
         legs.pause_s = self._config.repeat_after_s
         if not legs.asking:
@@ -241,18 +273,35 @@ class Repeats:
             leg.until_s = now_s + self._config.repeat_prefill_s
         while engine := next_engine(leg.prefill, first, leg.tried, self._snapshot()):
             leg.tried.append(engine.name)
-            result = "left"
+            result, overdue = "left", "late"
             try:
                 async with asyncio.timeout_at(leg.until_s):
-                    result = "done" if await leg.repeat(engine) else "failed"
+                    await leg.room(engine)
+                    async with self._turn(engine.name):
+                        overdue = "failed"
+                        result = "done" if await leg.repeat(engine) else "failed"
             except TimeoutError:
-                result = "failed"  # decode has gone on without it
+                result = overdue
+                return ""  # decode has gone on without it
             finally:
                 self._tell(leg, engine.name, result)
             if result == "done":
                 return engine.engine_id
         self._tell(leg, None, "no_engine")
         return ""
+
+    @asynccontextmanager
+    async def _turn(self, engine: str) -> AsyncIterator[None]:
+        """Wait until a prefill engine works on few enough repeats for another one."""
+        turns = self._turns.setdefault(engine, _Turns())
+        turns.num_legs += 1
+        try:
+            async with turns.free:
+                yield
+        finally:
+            turns.num_legs -= 1
+            if not turns.num_legs:
+                del self._turns[engine]
 
     def _tell(self, leg: Watched, engine: str | None, result: str) -> None:
         self._events.emit(PrefillRepeated(request=leg.request, engine=engine, result=result))

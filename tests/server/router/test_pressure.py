@@ -17,7 +17,7 @@ from tests.server.router.conftest import Pair
 from tests.server.router.support import CHAT, MESSAGES, Bench, bench
 from turncache_server.router.checks import without_effect
 from turncache_server.router.config import parse_config
-from turncache_server.router.events import CallEnded, PromptHeldBack
+from turncache_server.router.events import CallEnded, PrefillRepeated, PromptHeldBack
 from turncache_server.router.untaken import How, Prompts, Release, Untaken
 
 pytestmark = pytest.mark.anyio
@@ -505,6 +505,111 @@ async def test_a_decode_engine_that_refuses_leaves_the_prompt_to_another() -> No
         assert len(prefill.seen) == 3
         slow.resume.set()
         await first
+
+
+def other_prompt() -> list[dict[str, str]]:
+    """Return messages that no engine has seen."""
+    return [user("Something else altogether. " * 10)]
+
+
+async def two_prefills(made: Bench, prefill: list[FakeEngine]) -> tuple[FakeEngine, str, str]:
+    """Return a prefill engine, a session that is placed on it, and one that is placed elsewhere."""
+    placed: dict[str, str] = {}
+    for number in range(100):
+        await made.chat(session=f"s{number}")
+        (engine,) = [
+            e for e in prefill if e.seen and e.seen[-1].headers["x-session-id"] == f"s{number}"
+        ]
+        placed.setdefault(engine.name, f"s{number}")
+        if len(placed) == 2:
+            break
+    owner = prefill[0]
+    return owner, placed[owner.name], placed[prefill[1].name]
+
+
+async def test_a_repeat_counts_on_the_engine_that_computes() -> None:
+    """Whoever has lost the prompt has room for another one."""
+    async with fleet(prefills=2, repeat_after_s=0.005) as (made, prefill, [decode]):
+        owner, session, _ = await two_prefills(made, prefill)
+        other = prefill[1]
+        owner.loses = 1
+        owner.scripts = [Script(), Script(status=503)]
+        other.scripts = [again := Script(until=asyncio.Event())]
+        lost = call(made, session, messages=other_prompt())
+        await again.arrived.wait()
+        assert await made.metric(tokens_of(owner.name)) == 0
+        assert await made.metric(tokens_of(other.name)) > 0
+        assert (await made.chat(session=session)).status_code == 200
+        assert again.until is not None
+        again.until.set()
+        assert (await lost).status_code == 200
+        assert results(made) == []
+        assert decode.lacking == {}
+
+
+@pytest.mark.parametrize("how", ["room", "client", "patience"])
+async def test_a_repeat_waits_for_room_like_any_prompt(how: str) -> None:
+    """Until there is some, its client has left, or decode has waited for long enough."""
+    patience_s = 0.3 if how == "patience" else 30.0
+    settings = {"repeat_after_s": 0.005, "repeat_prefill_s": patience_s}
+    async with fleet(prefills=2, **settings) as (made, prefill, [decode]):
+        owner, session, elsewhere = await two_prefills(made, prefill)
+        other = prefill[1]
+        num_seen = len(other.seen)
+        decode.scripts = [full := Script(until=asyncio.Event())]
+        first = call(made, elsewhere, stream=True)
+        await full.arrived.wait()
+        owner.loses = 1
+        owner.scripts = [Script(), Script(status=503)]
+        lost = call(made, session, messages=other_prompt())
+        waiting = f'turncache_router_handover_waiting{{engine="{other.name}"}}'
+        await made.eventually(lambda: made.metric(waiting), lambda found: found == 1)
+        assert await made.metric(tokens_of(owner.name)) == 0
+        assert full.until is not None
+        if how == "room":
+            full.until.set()
+        elif how == "client":
+            await leave(lost)
+        if how != "client":
+            answer = await lost
+            assert answer.status_code == 200
+            assert (await made.record(answer))["repeats"] == (2 if how == "room" else 1)
+        assert await made.metric(waiting) == 0
+        assert len(other.seen) == num_seen + (2 if how == "room" else 1)
+        await made.eventually(lambda: decode.lacking, lambda lacking: not lacking)
+        told = [(event.engine, event.result) for event in made.of_kind(PrefillRepeated)]
+        end = {"room": "done", "client": "left", "patience": "late"}[how]
+        assert told[0] == (owner.name, "failed")
+        # Decode, which has waited for a little longer, may have answered first.
+        assert told[1:] in ([(other.name, end)], [(other.name, "left")])
+        assert results(made) == ["in_turn" if how == "room" else "left"]
+        full.until.set()
+        assert (await first).status_code == 200
+
+
+@pytest.mark.parametrize(("most", "waits_on"), [(1000, True), (3, False)])
+async def test_a_short_silence_of_an_engine_lifts_no_bound(most: int, waits_on: bool) -> None:
+    """Its limit is what it was, until as many checks have failed as open a circuit."""
+    async with fleet(breaker_failures=most) as (made, [prefill], [decode]):
+        decode.scripts = [full := Script(until=asyncio.Event())]
+        first = call(made, stream=True)
+        await seen_by(made, decode)
+        second = call(made, "other", stream=True)
+        await waits(made)
+        prefill.healthy = False
+        live = 'turncache_router_engine_live{engine="prefill-0",side="prefill"}'
+        await made.eventually(lambda: made.metric(live), lambda found: found == 0)
+        limit = 'turncache_router_handover_tokens{engine="prefill-0",what="limit"}'
+        if waits_on:
+            await asyncio.sleep(0.3)  # several checks, and looks at the queue
+            assert await made.metric(limit) == 4 * ONE_PROMPT
+            await waits(made)
+        else:
+            await made.eventually(lambda: made.metric(limit), lambda found: found == -1)
+            await waits(made, 0)
+        assert full.until is not None
+        full.until.set()
+        assert [(await each).status_code for each in (first, second)] == [200, 200]
 
 
 async def test_a_stock_hand_over_holds_back_by_itself(pressed: Pair) -> None:

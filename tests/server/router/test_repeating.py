@@ -10,9 +10,9 @@ import pytest
 
 from tests.fakes.engine import FakeEngine, Script, fake_pair
 from tests.server.router.support import MESSAGES, Bench, bench, outcome_of, streamed
-from turncache_server.router.events import PrefillRepeated
+from turncache_server.router.events import EngineChanged, PrefillRepeated
 from turncache_server.router.plan import EngineView, Side, Snapshot
-from turncache_server.router.repeating import MAX_REPEATS, next_engine
+from turncache_server.router.repeating import MAX_AT_ONCE, MAX_REPEATS, next_engine
 
 pytestmark = pytest.mark.anyio
 HURRY: dict[str, Any] = {"repeat_after_s": 0.005}
@@ -24,10 +24,15 @@ def decoded(decode: FakeEngine) -> tuple[int, int]:
     return reply.computed, reply.prompt
 
 
+def like_no_other(number: int) -> list[dict[str, Any]]:
+    """Return messages that have nothing in common with others."""
+    return [{"role": "user", "content": f"{number:03}. Something else altogether. " * 3}]
+
+
 async def repeats(running: Bench) -> dict[str, float]:
     """Return how the repeats have ended."""
     metric = "turncache_router_repeated_prefills_total"
-    results = ("done", "failed", "left", "no_engine")
+    results = ("done", "failed", "late", "left", "no_engine")
     counted = [(r, await running.metric(f'{metric}{{result="{r}"}}')) for r in results]
     return {result: count for result, count in counted if count}
 
@@ -195,6 +200,103 @@ async def test_a_repeat_takes_no_longer_than_decode_waits() -> None:
         assert (await call).status_code == 200
 
 
+async def test_an_engine_repeats_so_many_legs_at_once_and_no_more() -> None:
+    """Those that it has lost at one time do not come back to it at one time; all get their turn."""
+    num_calls = MAX_AT_ONCE + 2
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, handover_share=0.0, **HURRY) as running,
+    ):
+        prefill.loses = num_calls
+        decode.turns = turns = asyncio.Semaphore(0)
+        calls = [
+            asyncio.create_task(running.chat(session=f"s{number}", messages=like_no_other(number)))
+            for number in range(num_calls)
+        ]
+        await running.eventually(lambda: len(decode.seen), lambda seen: seen == num_calls)
+        prefill.default = held = Script(until=asyncio.Event())
+        for _ in calls:
+            turns.release()
+        await running.eventually(lambda: prefill.num_active, lambda now: now == MAX_AT_ONCE)
+        assert len(decode.lacking) == num_calls
+        await asyncio.sleep(0.05)
+        assert len(prefill.seen) == num_calls + MAX_AT_ONCE
+        assert held.until is not None
+        held.until.set()
+        assert [answer.status_code for answer in await asyncio.gather(*calls)] == [200] * num_calls
+        assert prefill.max_active <= max(num_calls, MAX_AT_ONCE)
+        assert await repeats(running) == {"done": num_calls}
+
+
+async def test_who_waits_for_a_turn_waits_no_longer_than_decode() -> None:
+    """And no longer than its client: no leg is sent for it, and nobody behind it waits in vain."""
+    num_calls = MAX_AT_ONCE + 2
+    settings = {**HURRY, "handover_share": 0.0, "repeat_prefill_s": 0.5}
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **settings) as running:
+        prefill.loses = num_calls
+        decode.turns = turns = asyncio.Semaphore(0)
+        calls = [
+            asyncio.create_task(running.chat(session=f"s{number}", messages=like_no_other(number)))
+            for number in range(num_calls)
+        ]
+        await running.eventually(lambda: len(decode.seen), lambda seen: seen == num_calls)
+        prefill.default = Script(until=asyncio.Event())
+        for _ in calls:
+            turns.release()
+        answers = await asyncio.gather(*calls)
+        assert [answer.status_code for answer in answers] == [200] * num_calls
+        assert len(prefill.seen) == num_calls + MAX_AT_ONCE
+        # Decode has waited since before the router heard of it: its answer may end a repeat first.
+        ends = await repeats(running)
+        assert sum(ends.values()) == num_calls
+        assert set(ends) <= {"failed", "late", "left"}
+        late = [event for event in running.of_kind(PrefillRepeated) if event.result == "late"]
+        assert len(late) <= num_calls - MAX_AT_ONCE
+
+
+async def test_an_engine_that_is_silent_for_a_moment_repeats_all_the_same() -> None:
+    """One health check that failed is no reason to let decode compute the prompt."""
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, breaker_failures=1000, **HURRY) as running,
+    ):
+        prefill.loses = 1
+        decode.scripts.append(held := Script(until=asyncio.Event()))
+        call = asyncio.create_task(running.chat(session="s"))
+        await held.arrived.wait()
+        prefill.healthy = False
+        await running.eventually(
+            lambda: [event.live for event in running.of_kind(EngineChanged)][-1],
+            lambda live: not live,
+        )
+        assert held.until is not None
+        held.until.set()
+        assert (await call).status_code == 200
+        computed, prompt = decoded(decode)
+        assert computed < prompt
+        assert await repeats(running) == {"done": 1}
+
+
+async def test_another_decode_engine_hears_who_has_the_prompt_now() -> None:
+    """The one before it was told so, and refused then."""
+    async with (
+        fake_pair(prefills=2, decodes=2) as (prefills, decodes),
+        bench(*prefills, *decodes, **HURRY) as running,
+    ):
+        await running.chat(session="s")
+        owner, other = sorted(prefills, key=lambda engine: -len(engine.seen))
+        first, second = sorted(decodes, key=lambda engine: -len(engine.seen))
+        owner.loses = 1
+        owner.scripts += [Script(), Script(status=503)]
+        first.scripts.append(Script(status=503, after_pull=True))
+        assert (await running.chat(session="s", messages=like_no_other(1))).status_code == 200
+        assert (len(owner.seen), len(other.seen)) == (3, 1)
+        assert [leg.xargs["tc_source"] for leg in (first.seen[-1], *second.seen)] == [
+            owner.name,
+            other.name,
+        ]
+
+
 async def test_a_decode_engine_without_a_control_socket_is_offered_nothing() -> None:
     """It could not say that it waits."""
     prefill = FakeEngine("prefill-0", "prefill")
@@ -251,13 +353,16 @@ def view(name: str, **changes: Any) -> EngineView:
         ([view("a"), view("b")], ["a"], "b"),
         ([view("a")], ["a"], None),
         ([view("a"), view("b"), view("c")], ["a", "b"], None),
-        ([view("a", live=False), view("b", pulls=False)], [], None),
+        ([view("a", live=False), view("b", pulls=False)], [], "a"),
+        ([view("a", live=False, there=False), view("b", pulls=False)], [], None),
     ],
 )
 def test_who_repeats_a_leg(
     now: Sequence[EngineView], tried: list[str], expected: str | None
 ) -> None:
-    """Who had it, then another; nobody twice, and only who lives and may be pulled from."""
+    """Who had it, then another; nobody twice, and only who lives and may be pulled from: one that
+    is silent for a moment when nobody else is there.
+    """
     planned = [view("b"), view("a"), view("c")]
     chosen = next_engine(planned, "a", tried, Snapshot(engines=tuple(now)))
     assert (None if chosen is None else chosen.name) == expected
