@@ -9,8 +9,10 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from tests.builders import BLOCK, Engine, World, pair, tokens, world
+from turncache.errors import EngineFault
 from turncache.protocol import Reason
-from turncache_server.connector.lacking import MAX_WAITING
+from turncache_server.connector.lacking import MAX_WAITING, UNHEARD_S
+from turncache_server.connector.pull import PEER_REST_S
 from turncache_server.retention.mailbox import SwitchMode
 
 MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -113,6 +115,63 @@ def test_what_is_left_when_the_time_is_over_is_pulled(made: World) -> None:
     decode.run(request.is_finished)
     assert decode.record("d").returned == 6 * BLOCK
     assert decode.lacking.ends["refused"] == 1
+    finish(prefill, decode)
+
+
+@MODES
+def test_a_peek_that_has_failed_is_made_once_more_before_a_prompt_counts_as_lost(
+    asynchronous: bool, made: World
+) -> None:
+    """The prompt is there: it is pulled, and nobody is asked to prefill it again."""
+    prefill, decode = pair(made, async_scheduling=asynchronous)
+    prefilled(prefill)
+    request = decoding(decode)
+    assert decode.peers is not None
+    (question,) = decode.peers.questions
+    decode.peers.lose(question, EngineFault("prefill-0", "no answer"))
+    named: list[str] = []
+
+    def over() -> bool:
+        named.extend(decode.lacking.requests())
+        return request.is_finished()
+
+    decode.run(over)
+    record = decode.record("d")
+    assert (record.returned, record.computed, record.lost) == (10 * BLOCK, 2, 0)
+    assert named == []
+    assert decode.lacking.ends["there"] == sum(decode.lacking.ends.values()) == 1
+    finish(prefill, decode)
+
+
+@MODES
+def test_behind_a_silent_source_a_prompt_counts_as_lost_after_half_a_second(
+    asynchronous: bool, made: World
+) -> None:
+    """No sooner, and no later; other calls go on meanwhile."""
+    prefill, decode = pair(made, async_scheduling=asynchronous)
+    prefilled(prefill, lost=True)
+    request = decoding(decode)
+    peers = decode.peers
+    assert peers is not None
+
+    def named() -> bool:
+        for question in list(peers.questions):
+            peers.lose(question, EngineFault("prefill-0", "no answer"))
+        return bool(decode.lacking.requests())
+
+    decode.run(lambda: named() or len(decode.lacking) == 1, answer=False)
+    began_s = made.now_s
+    other = decode.add("other", tokens(30, start=9), session="o", max_tokens=5)
+    decode.run(lambda: named() or other.is_finished(), answer=False)
+    while not named():
+        made.now_s += 0.05
+        decode.step()
+    assert made.now_s - began_s == pytest.approx(UNHEARD_S, abs=0.11)
+    prefilled(prefill, "again")
+    decode.lacking.repeated("d", "prefill-0")
+    made.now_s += PEER_REST_S
+    decode.run(request.is_finished)
+    assert decode.record("d").returned == 10 * BLOCK
     finish(prefill, decode)
 
 

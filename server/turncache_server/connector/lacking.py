@@ -7,6 +7,10 @@ the router, which has the prompt computed once more and says by whom; then the n
 peeked at. A wait ends by that, by the router's no, or by its time; a call that has waited in
 vain computes, as it would have at once.
 
+A source that has not answered may have the prompt all the same: its call is named only after a
+moment in which it is peeked at once more. While a source has just failed, one call at a time does
+that for all that wait for it: a source that is gone must not keep the threads that ask others.
+
 The engine thread begins and ends waits. The control thread reads who waits, and puts what
 the router says into the wait's own slot, where the call's next look finds it.
 """
@@ -32,11 +36,13 @@ MAX_WAIT_S: Final = 120.0
 #: For so long a source that has just computed the prompt is peeked at again, when it rests or
 #: has to be greeted anew first; then it is the router's turn again.
 GREETING_S: Final = 3.0
-#: Between two such peeks.
+#: Between two such peeks; also between two peeks of any calls at a source that has just failed.
 PEEK_EVERY_S: Final = 0.25
-#: How a wait can end: the prompt was computed again, its time was over, the router said no, or
-#: nobody needs it any more; ``full``: it did not begin, too many wait.
-ENDS: Final = ("again", "timeout", "refused", "left", "full")
+#: For so long a source that did not answer is peeked at again before its prompt counts as lost.
+UNHEARD_S: Final = 0.5
+#: How a wait can end: the prompt was computed again, or was ``there`` all the time, its time was
+#: over, the router said no, or nobody needs it any more; ``full``: it did not begin, too many wait.
+ENDS: Final = ("again", "there", "timeout", "refused", "left", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +107,9 @@ class Wait:
         source: the source that the engine thread has taken from there.
         greet_until_s: until when that one is tried.
         peek_at_s: when it is to be peeked at next.
+        unheard: nothing was heard of the source that the call came with: until
+            ``greet_until_s`` it is peeked at again.
+        repeated: the router has named a source.
     """
 
     call: str
@@ -110,6 +119,8 @@ class Wait:
     source: str | None = None
     greet_until_s: float = 0.0
     peek_at_s: float = 0.0
+    unheard: bool = False
+    repeated: bool = False
 
 
 class LackingCalls:
@@ -126,6 +137,8 @@ class LackingCalls:
         self.ends: Counter[str] = Counter(dict.fromkeys(ENDS, 0))
         self._max_waiting = max_waiting
         self._waits: dict[str, Wait] = {}
+        # When a source that rests was peeked at last, by any call.
+        self._tried_at_s: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -140,6 +153,7 @@ class LackingCalls:
         *,
         heard: bool,
         local_blocks: int = 0,
+        silent: str | None = None,
     ) -> bool:
         """Let a call wait, or go on waiting.
 
@@ -149,6 +163,7 @@ class LackingCalls:
             now_s: the time.
             heard: the source has answered: it does not hold the prompt.
             local_blocks: leading blocks of its prompt that are here.
+            silent: the source, if it has not answered, and may when it is asked again.
 
         Returns:
             False when too many do, or they have too much to look up in every step.
@@ -163,7 +178,13 @@ class LackingCalls:
             self.ends["full"] += 1
             return False
         self._waits[request_id] = Wait(
-            call=patience.call, until_s=now_s + patience.wait_s, local_blocks=local_blocks
+            call=patience.call,
+            until_s=now_s + patience.wait_s,
+            local_blocks=local_blocks,
+            source=silent,
+            greet_until_s=now_s + min(UNHEARD_S, patience.wait_s),
+            peek_at_s=now_s,
+            unheard=silent is not None,
         )
         return True
 
@@ -189,6 +210,7 @@ class LackingCalls:
         if (said := wait.said) is not None:
             # In this order: until both are set the router would be asked once more.
             wait.source, wait.said = said, None
+            wait.unheard, wait.repeated = False, True
             wait.greet_until_s, wait.peek_at_s = now_s + GREETING_S, now_s
         # Whoever has computed it by then is peeked at, however late anybody looks.
         tried = wait.source is None or now_s >= wait.greet_until_s
@@ -201,16 +223,32 @@ class LackingCalls:
         if peer is None or now_s >= wait.greet_until_s:
             wait.source = None  # the router may have another one
             return Verdict.WAIT
-        wait.peek_at_s = now_s + PEEK_EVERY_S
         if peer.state is not PeerState.COMPATIBLE:
+            wait.peek_at_s = now_s + PEEK_EVERY_S
             peers.hurry()
             return Verdict.WAIT
-        return Verdict.WAIT if rests(peer, now_s) else peer
+        if rests(peer, now_s) and not (wait.unheard and self._may_try(peer, now_s)):
+            return Verdict.WAIT
+        wait.peek_at_s = now_s + PEEK_EVERY_S
+        return peer
+
+    def _may_try(self, peer: Peer, now_s: float) -> bool:
+        """Say whether one call may peek at a source that has just failed, for all that wait."""
+        tried_at_s = self._tried_at_s.get(peer.name)
+        if tried_at_s is not None and now_s < tried_at_s + PEEK_EVERY_S:
+            return False
+        self._tried_at_s[peer.name] = now_s
+        return True
+
+    def insists_until_s(self, request_id: str) -> float | None:
+        """Return until when a source is waited for that others have given up, None for no other."""
+        wait = self._waits.get(request_id)
+        return wait.greet_until_s if wait is not None and wait.unheard else None
 
     def end(self, request_id: str, how: str) -> None:
         """End a wait, if there is one."""
-        if self._waits.pop(request_id, None) is not None:
-            self.ends[how] += 1
+        if (wait := self._waits.pop(request_id, None)) is not None:
+            self.ends["there" if how == "again" and not wait.repeated else how] += 1
 
     # --- the control thread ---------------------------------------------------------------
 

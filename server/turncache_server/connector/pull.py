@@ -13,8 +13,8 @@ States of one pull, all changed by the engine thread::
 
 A call whose hints name its source begins with PEEKING, one whose source has to be found with
 FINDING. Several candidates are peeked at once; the one that holds most is read from. A
-hand-over that its source has lost waits, LACKING, where the call's router can repeat the
-prefill leg (:mod:`turncache_server.connector.lacking`).
+hand-over that its source has lost, or says nothing of, waits, LACKING, where the call's router can
+repeat the prefill leg (:mod:`turncache_server.connector.lacking`).
 
 A request becomes ours in :meth:`PullBook.allocated` with external tokens above 0, never
 before, and stays ours until its id has been handed back to the scheduler, aborts
@@ -101,6 +101,8 @@ class PullBook:
         self._reading: dict[str, Pull] = {}
         self._reads: list[Read] = []
         self._rest_until_s: dict[str, float] = {}
+        # Those among them that rest because they did not answer: until they do.
+        self._silent: set[str] = set()
         self._to_fail: set[str] = set()
 
     def __len__(self) -> int:
@@ -270,9 +272,14 @@ class PullBook:
     def _still_asking(self, pull: Pull, waited_s: float, now_s: float) -> bool:
         """Take the peeks' answers when there is one, and say whether to wait on."""
         waiting = [ask for ask in pull.asks if not ask.reply.done()]
-        # Behind a peer that has just failed others nobody waits any longer.
-        hopeful = any(not self._rests(ask.peer, now_s) for ask in waiting)
-        if hopeful and waited_s < PEEK_WAIT_S and not self._is_enough(pull, now_s):
+        # Behind a peer that has just failed others nobody waits any longer, but who finds that out.
+        insists_until_s = self._lacking.insists_until_s(pull.request_id)
+        if insists_until_s is None:
+            hopeful = any(not self._rests(ask.peer, now_s) for ask in waiting)
+            goes_on = hopeful and waited_s < PEEK_WAIT_S
+        else:
+            goes_on = bool(waiting) and now_s < insists_until_s
+        if goes_on and not self._is_enough(pull, now_s):
             return True
         if pull.asks and len(waiting) == len(pull.asks):
             self._cancel(pull)
@@ -312,9 +319,15 @@ class PullBook:
             self._lacking.end(pull.request_id, "again")
             return False
         heard = pull.answer is not None
-        local_blocks = local_tokens // self._block_size
+        peer = self._peers.get(pull.peer.name)
+        may_answer = not heard and peer is not None and peer.state is not PeerState.INCOMPATIBLE
         if not self._lacking.begin(
-            pull.request_id, patience, now_s, heard=heard, local_blocks=local_blocks
+            pull.request_id,
+            patience,
+            now_s,
+            heard=heard,
+            local_blocks=local_tokens // self._block_size,
+            silent=pull.peer.name if may_answer else None,
         ):
             pull.patience = None
             return False
@@ -583,7 +596,12 @@ class PullBook:
     def _rests(self, peer: Peer, now_s: float) -> bool:
         return self._rest_until_s.get(peer.name, now_s) > now_s
 
-    def _rest(self, peer: Peer, since_s: float) -> None:
+    def _rest(self, peer: Peer, since_s: float, *, silent: bool = False) -> None:
+        """Leave a peer alone for a while; one that was only silent, until it answers."""
+        if not silent:
+            self._silent.discard(peer.name)
+        elif not self._rests(peer, since_s):
+            self._silent.add(peer.name)
         until_s = since_s + PEER_REST_S
         self._rest_until_s[peer.name] = max(until_s, self._rest_until_s.get(peer.name, until_s))
 
@@ -630,9 +648,12 @@ class PullBook:
         try:
             answer = ask.reply.result(timeout=0)
         except (EngineFault, CancelledError) as error:
-            logger.warning("turncache: peek failed, recomputing: %s", error)
-            self._rest(ask.peer, now_s)
+            logger.warning("turncache: peek failed: %s", error)
+            self._rest(ask.peer, now_s, silent=True)
             return None
+        if ask.peer.name in self._silent:
+            self._silent.discard(ask.peer.name)
+            self._rest_until_s.pop(ask.peer.name, None)
         if not len(answer.block_ids) == len(answer.epochs) <= num_hashes:
             logger.error(
                 "turncache: peer %s answered a peek of %d hashes with %d blocks and %d epochs",
@@ -667,7 +688,7 @@ class PullBook:
             self._left_behind.remove(left)
             ask, asked_at_s = left
             if not ask.reply.cancelled() and ask.reply.exception(timeout=0) is not None:
-                self._rest(ask.peer, asked_at_s)
+                self._rest(ask.peer, asked_at_s, silent=True)
 
     def _refuse(self, pull: Pull, reason: Reason | None) -> None:
         pull.reason = reason

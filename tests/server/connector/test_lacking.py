@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from turncache_server.connector.lacking import (
     MAX_LOCAL_BLOCKS,
     MAX_WAIT_S,
     PEEK_EVERY_S,
+    UNHEARD_S,
     LackingCalls,
     Patience,
     patience_of,
@@ -50,8 +52,9 @@ class Desk:
         )
         self.now_s = 100.0
 
-    def start(self) -> Reason | None:
-        return self.book.start(R, "s", "decode-0", HASHES, self.now_s, patience=PATIENCE)
+    def start(self, request_id: str = R) -> Reason | None:
+        patience = replace(PATIENCE, call=CALL if request_id == R else request_id)
+        return self.book.start(request_id, "s", "decode-0", HASHES, self.now_s, patience=patience)
 
     def answer(self, reply: Any) -> None:
         future = self.peers.peeks[-1][2]
@@ -60,8 +63,8 @@ class Desk:
         else:
             future.set_result(reply)
 
-    def look(self) -> int | None:
-        return self.book.look(R, 0, self.now_s)
+    def look(self, request_id: str = R) -> int | None:
+        return self.book.look(request_id, 0, self.now_s)
 
     def lack(self) -> None:
         """Go from arrival to a wait."""
@@ -144,6 +147,10 @@ def test_a_source_that_is_gone_at_arrival_may_be_replaced(state: PeerState, desk
     assert desk.start() is None
     assert not desk.peers.peeks
     assert desk.look() is None
+    assert desk.look() is None
+    assert (desk.lacking.requests(), desk.peers.hurried) == ([], 1)
+    desk.now_s += UNHEARD_S
+    assert desk.look() is None
     assert desk.lacking.requests() == [CALL]
     desk.now_s += PATIENCE.wait_s
     assert desk.look() == 0
@@ -180,6 +187,100 @@ def test_a_prompt_that_is_lost_once_more_is_named_once_more(desk: Desk) -> None:
     desk.now_s += PEEK_EVERY_S
     assert desk.look() is None
     assert len(desk.peers.peeks) == 2
+
+
+SILENT = EngineFault("decode-0", "no answer")
+
+
+def test_a_source_that_has_not_answered_is_asked_once_more(desk: Desk) -> None:
+    """The prompt is there, and nobody is told that it is lost."""
+    assert desk.start() is None
+    desk.answer(SILENT)
+    assert desk.look() is None
+    assert desk.lacking.requests() == []
+    assert desk.look() is None
+    assert len(desk.peers.peeks) == 2
+    desk.answer(holds(6))
+    assert desk.look() == 6 * SIZE
+    assert (desk.lacking.ends["there"], desk.lacking.ends["again"]) == (1, 0)
+    assert desk.start("next") is None
+    assert len(desk.peers.peeks) == 3, "it does not rest any longer"
+
+
+def test_a_source_that_answers_then_that_it_has_lost_the_prompt_is_believed(desk: Desk) -> None:
+    """The call is named at once."""
+    assert desk.start() is None
+    desk.answer(SILENT)
+    desk.look()
+    desk.look()
+    desk.answer(holds(0, known=6))
+    assert desk.look() is None
+    assert desk.lacking.requests() == [CALL]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_source_that_stays_silent_has_lost_the_prompt(hangs: bool, desk: Desk) -> None:
+    """After half a second, whether it refuses each question or lets them hang."""
+    assert desk.start() is None
+    desk.answer(SILENT)
+    began_s = desk.now_s
+    while not desk.lacking.requests():
+        num_peeks = len(desk.peers.peeks)
+        assert desk.look() is None
+        if len(desk.peers.peeks) > num_peeks and not hangs:
+            desk.answer(SILENT)
+        desk.now_s += 0.01
+        assert desk.now_s < began_s + UNHEARD_S + 0.05
+    assert desk.now_s >= began_s + UNHEARD_S
+    assert len(desk.peers.peeks) == (2 if hangs else 3)
+
+
+def test_of_those_who_wait_for_a_silent_source_one_asks(desk: Desk) -> None:
+    """A source that is gone keeps no threads; when it answers, everybody asks."""
+    assert desk.start() is None
+    desk.answer(SILENT)
+    desk.look()
+    names = ["a", "b", "c"]
+    for name in names:
+        assert desk.start(name) is None
+        assert desk.look(name) is None
+    for name in (R, *names):
+        assert desk.look(name) is None
+    assert len(desk.peers.peeks) == 2
+    desk.answer(holds(6))
+    assert desk.look() == 6 * SIZE
+    for name in names:
+        assert desk.look(name) is None
+        desk.answer(holds(6))
+        assert desk.look(name) == 6 * SIZE
+    assert desk.lacking.ends["there"] == 4
+
+
+def test_a_source_whose_reads_fail_rests_though_it_answers(desk: Desk) -> None:
+    """What it holds may not arrive: its answer to a peek says nothing of that."""
+    assert desk.start() is None
+    desk.answer(holds(6))
+    assert desk.look() == 6 * SIZE
+    assert desk.start("peeks") is None
+    late = desk.peers.peeks[-1][2]
+    blocks = [FakeBlock(i) for i in range(6)]
+    desk.book.allocated(FakeRequest(R), blocks, 6 * SIZE, object(), desk.now_s)
+    desk.book.take_reads()
+    desk.book.completed({R}, {R}, object(), desk.now_s)
+    late.set_result(holds(6))
+    assert desk.look("peeks") == 0
+    pull = desk.book.get("peeks")
+    assert pull is not None
+    assert pull.reason is Reason.SOURCE_GONE
+
+
+def test_an_incompatible_source_is_not_asked_again(desk: Desk) -> None:
+    """It would change nothing: the call is named at once."""
+    assert desk.start() is None
+    desk.peers.become("decode-0", state=PeerState.INCOMPATIBLE)
+    desk.answer(SILENT)
+    assert desk.look() is None
+    assert desk.lacking.requests() == [CALL]
 
 
 def test_the_time_runs_on_over_several_repeats(desk: Desk) -> None:
