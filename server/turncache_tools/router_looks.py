@@ -13,8 +13,9 @@ from turncache_server.launch.loopback import Answer, get
 
 #: What a router is named by on a command line without a key.
 NO_KEY: Final = "-"
-#: Members of ``GET /v1/sessions`` that tell of a wait before the plan, and what it is called.
-_WAITS: Final = {"admission": "admission"}
+#: Members of ``GET /v1/sessions`` that tell of a place where calls wait.
+_ADMISSION: Final = "admission"
+_HANDOVER: Final = "handover"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +35,16 @@ class TenantWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """One place in a router where calls wait before anything is planned.
+    """One place in a router where calls wait.
 
     Attributes:
-        name: of the place.
+        name: of the place: ``admission``, before anything is planned; ``handover`` with the name of
+            a prefill engine, before their prefill leg.
         waiting: calls.
         longest_s: for how long the first of them has waited, 0 when none does.
-        sessions: that are expected back, with those that are served.
-        tokens: of these sessions.
-        fits: tokens that the engines keep, None when nobody knows.
+        sessions: that are expected back, with those that are served; 0 where prompts wait.
+        tokens: of these sessions, or of the prompts that decode has not taken.
+        fits: tokens that there may be, None when nobody knows.
         tenants: who waits, the one with most calls first; empty where there are no tenants.
     """
 
@@ -72,7 +74,9 @@ def ask_router(url: str, path: str, *, api_key: str, timeout_s: float) -> Answer
 
 
 def waits_of(url: str, *, api_key: str, timeout_s: float) -> list[Wait]:
-    """Return where calls wait in a router; a router that lets everybody in has no such place.
+    """Return where calls wait in a router.
+
+    One that lets everybody in has no place for that, nor for prompts without a bound for them.
 
     Raises:
         EngineFault: it does not answer, or does not say it to whoever asks.
@@ -86,13 +90,25 @@ def waits_of(url: str, *, api_key: str, timeout_s: float) -> list[Wait]:
         )
     if answer.status != 200 or "num_sessions" not in (found := answer.data()):
         raise EngineFault(url, f"answers {answer.status}, and not as a router: is it one?")
-    return [_wait(name, found[key]) for key, name in _WAITS.items() if key in found]
+    places = [_admission(found[_ADMISSION])] if _ADMISSION in found else []
+    return [*places, *map(_handover, found.get(_HANDOVER, ()))]
 
 
-def _wait(name: str, told: Mapping[str, Any]) -> Wait:
+def _handover(told: Mapping[str, Any]) -> Wait:
+    return Wait(
+        name=f"{_HANDOVER} {told['engine']}",
+        waiting=int(told["waiting"]),
+        longest_s=float(told["longest_wait_s"]),
+        sessions=0,
+        tokens=int(told["tokens"]),
+        fits=told["limit"],
+    )
+
+
+def _admission(told: Mapping[str, Any]) -> Wait:
     # A router of the version before says how many wait, and no more.
     return Wait(
-        name=name,
+        name=_ADMISSION,
         waiting=int(told["waiting"]),
         longest_s=float(told.get("longest_wait_s", 0.0)),
         sessions=int(told["sessions"]),

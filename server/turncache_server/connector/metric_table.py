@@ -85,7 +85,8 @@ COUNTER_METRICS: Final = (
         name="turncache_repeat_waits",
         text="Hand-overs lost before they were pulled, that waited for prefill to compute them "
         "again, by how that ended.",
-        good="0; again: prefill's pool is too small; timeout, refused, full: decode computed",
+        good="0; again: prefill's pool is too small; there: it had only not answered; timeout, "
+        "refused, full: decode computed",
         label="result",
         keys={how: f"repeat_waits_{how}" for how in ENDS},
     ),

@@ -103,7 +103,8 @@ class LegStarted:
     """A call's next leg begins; the one before it is over.
 
     Attributes:
-        kind: ``prefill``, ``decode`` or ``single``.
+        kind: ``prefill``, ``decode``, ``single``, or ``repeat``: a prefill leg that is sent again
+            beside the decode leg, which goes on, until :class:`PrefillRepeated`.
         url: of the engine.
     """
 

@@ -28,6 +28,7 @@ from turncache_server.router.limits import continue_later, read_body
 from turncache_server.router.metrics import Metrics
 from turncache_server.router.place import rank
 from turncache_server.router.plan import Readiness, Side
+from turncache_server.router.pressure import BackPressure
 from turncache_server.router.services import Services
 from turncache_server.router.signals import holders, send_signal
 from turncache_server.router.stream import ClientAnswer, ClientGone
@@ -226,6 +227,9 @@ class Handlers:
         found: dict[str, object] = {"num_sessions": len(table), "sessions": listed}
         if self._services.gate is not None:
             found["admission"] = _admission(self._services.gate)
+        if (pressure := self._services.pressure) is not None:
+            prefill = self._services.snapshot().of_side(Side.PREFILL)
+            found["handover"] = [_handover(pressure, engine.name) for engine in prefill]
         return web.json_response(found)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -264,7 +268,7 @@ class Handlers:
             side.value: {
                 "live": sum(engine.live for engine in snapshot.of_side(side)),
                 "engines": len(snapshot.of_side(side)),
-                "pulling": sum(engine.pulls for engine in snapshot.of_side(side)),
+                "pulling": sum(engine.pulls and engine.told for engine in snapshot.of_side(side)),
             }
             for side in snapshot.needed_sides
         }
@@ -370,6 +374,12 @@ def _admission(gate: Gate) -> dict[str, object]:
         "longest_wait_s": max((queue.longest_wait_s for queue in queues), default=0.0),
         "tenants": [queue._asdict() for queue in queues],
     }
+
+
+def _handover(pressure: BackPressure, engine: str) -> dict[str, object]:
+    """Return what is on its way from a prefill engine, and who waits for it."""
+    state = dataclasses.asdict(pressure.state(engine))
+    return {"engine": engine, **state, "longest_wait_s": pressure.longest_wait_s(engine)}
 
 
 async def _failed(answer: ClientAnswer, error: ApiError) -> web.StreamResponse:

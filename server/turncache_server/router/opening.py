@@ -167,14 +167,7 @@ class Opening:
             engine = left.pop(0)
             if kind == "prefill" and (waits := self._held_back(engine)) is not None:
                 await self._wait(waits)
-            self._services.events.emit(
-                LegStarted(
-                    request=self._call.request,
-                    engine=engine.name,
-                    kind=kind,
-                    url=self._services.pool.config_of(engine.name).url,
-                )
-            )
+            self._tell_leg(kind, engine)
             began_s = self._services.clock()
             try:
                 result = await attempt(engine)
@@ -188,6 +181,12 @@ class Opening:
                 return result
             finally:
                 self.engine_s += self._services.clock() - began_s
+
+    def _tell_leg(self, kind: str, engine: EngineView) -> None:
+        url = self._services.pool.config_of(engine.name).url
+        self._services.events.emit(
+            LegStarted(request=self._call.request, engine=engine.name, kind=kind, url=url)
+        )
 
     async def _prefill(self, engine: EngineView) -> EngineView:
         """Run the prefill leg and return its engine."""
@@ -303,6 +302,7 @@ class Opening:
     async def _repeat(self, engine: EngineView) -> bool:
         """Run the prefill leg again, beside a decode leg that waits for it."""
         self.num_repeats += 1
+        self._tell_leg("repeat", engine)
         try:
             await self._prefill(engine)
         except LegFailed as failure:
@@ -419,17 +419,17 @@ class Opening:
             # request end another: vLLM keys its state by it.
             request_id=f"{self._call.request}-{kind}{self._num_attempts}",
             engine_key=self._services.engine_key,
-            trace=self._trace(),
+            trace=self._trace(repeats=kind == "p" and self.num_repeats > 0),
         )
 
-    def _trace(self) -> Mapping[str, str] | None:
+    def _trace(self, *, repeats: bool) -> Mapping[str, str] | None:
         """Return the trace context of this leg: of its span, else as the client sent it."""
         if not self._services.config.pass_trace_context:
             return None
         traces = self._services.traces
         if traces is None:
             return forwarded(self._call.headers, TRACE_HEADERS)
-        return traces.headers(self._call.request)
+        return traces.headers(self._call.request, repeats=repeats)
 
     async def _drain_task(self, task: asyncio.Future[EngineAnswer]) -> None:
         try:

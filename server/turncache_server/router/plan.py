@@ -44,6 +44,7 @@ class EngineView:
         there: it lives, as far as a short silence can tell: it may still have what it was asked
             for. Whoever is live is there.
         pulls: it takes and gives KV by verified pulls, as far as anybody knows.
+        told: it has said itself whether it pulls.
         draining: it is to be stopped: what it has goes to others, by their pulls.
         models: context length in tokens (None when the engine does not say) by served
             model name; empty before the engine has been reached.
@@ -55,6 +56,7 @@ class EngineView:
     live: bool = True
     there: bool = True
     pulls: bool = True
+    told: bool = True
     draining: bool = False
     models: Mapping[str, int | None] = field(default_factory=dict)
 

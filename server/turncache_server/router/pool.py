@@ -70,6 +70,7 @@ class _Engine:
         self.num_missed: int | None = None
         self.models: Mapping[str, int | None] = {}
         self.pulls = True
+        self.told = False
         self.draining = False
         self.start_id = ""
         self.kept_tokens: int | None = None
@@ -98,6 +99,7 @@ class _Engine:
             or view.live is not live
             or view.there is not there
             or view.pulls is not self.pulls
+            or view.told is not self.told
             or view.draining is not self.draining
             or view.models is not self.models
         ):
@@ -108,6 +110,7 @@ class _Engine:
                 live=live,
                 there=there,
                 pulls=self.pulls,
+                told=self.told,
                 draining=self.draining,
                 models=self.models,
             )
@@ -388,6 +391,7 @@ class Pool:
         reply = await self._asked(engine, SetMode(), ModeReply)
         if reply is None:
             return
+        engine.told = True
         engine.start_id = reply.start_id or engine.start_id
         if reply.draining is not engine.draining:
             engine.draining = reply.draining

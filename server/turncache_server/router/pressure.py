@@ -97,6 +97,12 @@ class BackPressure:
         queue.core.set_limit(self._limit(engine))
         return queue.core.state()
 
+    def longest_wait_s(self, engine: str) -> float:
+        """Return for how long the first of those who wait has waited, 0 while nobody does."""
+        queue = self._queues.get(engine)
+        due_s = None if queue is None else queue.core.due_s()
+        return 0.0 if due_s is None else self._clock() - (due_s - self._wait_s)
+
     def ask(self, engine: str, call: str, tokens: int) -> asyncio.Future[None] | None:
         """Ask for a prompt to be computed: None when it may be at once, else what to await.
 

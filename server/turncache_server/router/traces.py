@@ -29,6 +29,7 @@ from turncache_server.router.events import (
     LegFailure,
     LegStarted,
     OutcomeKnown,
+    PrefillRepeated,
 )
 
 if TYPE_CHECKING:
@@ -48,12 +49,14 @@ class _Open:
     Attributes:
         asked: attributes of what was asked for, which the legs' spans have as well.
         leg: of the leg that runs, None between two.
+        repeat: of the prefill leg that is sent again beside it, None while none is.
         ended_ns: when the call was over, None while it runs.
     """
 
     call: Span
     asked: Mapping[str, Any]
     leg: Span | None = None
+    repeat: Span | None = None
     ended_ns: int | None = None
 
 
@@ -91,6 +94,9 @@ class Traces:
                 self._begin(event)
             case LegStarted() if event.request in self._open:
                 self._begin_leg(self._open[event.request], event)
+            case PrefillRepeated() if event.request in self._open:
+                problem = None if event.result == "done" else event.result
+                self._end_repeat(self._open[event.request], problem)
             case LegFailure() if event.request in self._open:
                 self._end_leg(self._open[event.request], event.kind)
             case CallEnded() if event.request in self._open:
@@ -101,14 +107,19 @@ class Traces:
                 opened = self._open.pop(event.request)
                 opened.call.end(opened.ended_ns)
 
-    def headers(self, request: str) -> dict[str, str]:
-        """Return the trace context that a call's leg passes on to its engine."""
+    def headers(self, request: str, *, repeats: bool = False) -> dict[str, str]:
+        """Return the trace context that a call's leg passes on to its engine.
+
+        Args:
+            request: the call's id.
+            repeats: the leg is a prefill leg that is sent again.
+        """
         from opentelemetry.trace import set_span_in_context  # noqa: PLC0415
 
         opened = self._open.get(request)
         headers: dict[str, str] = {}
         if opened is not None:
-            span = opened.leg or opened.call
+            span = (opened.repeat if repeats else opened.leg) or opened.call
             self._propagator.inject(headers, set_span_in_context(span))
         return headers
 
@@ -156,9 +167,10 @@ class Traces:
     def _begin_leg(self, opened: _Open, event: LegStarted) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context  # noqa: PLC0415
 
-        self._end_leg(opened)
+        if event.kind != "repeat":
+            self._end_leg(opened)
         url = urlsplit(event.url)
-        opened.leg = self._tracer.start_span(
+        span = self._tracer.start_span(
             f"leg {event.kind}",
             context=set_span_in_context(opened.call),
             kind=SpanKind.CLIENT,
@@ -170,6 +182,16 @@ class Traces:
                 "server.port": url.port or _PORTS.get(url.scheme, 0),
             },
         )
+        if event.kind == "repeat":
+            opened.repeat = span
+        else:
+            opened.leg = span
+
+    def _end_repeat(self, opened: _Open, problem: str | None) -> None:
+        repeat, opened.repeat = opened.repeat, None
+        if repeat is not None:
+            _fail(repeat, problem)
+            repeat.end(self._now_ns())
 
     def _end_leg(self, opened: _Open, problem: str | None = None) -> None:
         leg, opened.leg = opened.leg, None
@@ -179,6 +201,7 @@ class Traces:
 
     def _end(self, opened: _Open, event: CallEnded) -> None:
         self._end_leg(opened, event.problem)
+        self._end_repeat(opened, "left")
         opened.ended_ns = self._now_ns()
         _set(
             opened.call,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.engine import FakeEngine, fake_engines, fake_pair
+from tests.fakes.engine import FakeEngine, Script, fake_engines, fake_pair
 from tests.server.router.support import CHAT, MESSAGES, Bench, bench, outcome_of
 from turncache_server.router.keys import add_key
 from turncache_tools.__main__ import main
@@ -107,6 +107,28 @@ async def test_top_shows_tenants_to_an_administrator(
             each.cancel()
 
 
+async def test_top_shows_prompts_that_wait_for_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    """For which prefill engine, for how long, and how full the room for them is."""
+    async with fake_pair() as ([prefill], [decode]):
+        prefill.num_blocks = 25
+        async with bench(prefill, decode, handover_share=1.0) as running:
+            router = ("--router", running.router.url)
+            assert (await seen_with(capsys, 0, *router))["longest_s"] == 0.0
+            decode.scripts = [full := Script(until=asyncio.Event())]
+            first = ask(running, "a")
+            await full.arrived.wait()
+            second = ask(running, "b")
+            place = await seen_with(capsys, 1, *router)
+            assert (place["name"], place["fits"]) == ("handover prefill-0", 100)
+            assert place["longest_s"] > 0
+            assert 0 < place["tokens"] <= 100
+            out = await printed(capsys, "top", "--count", "1", *router)
+            assert "handover prefill-0" in out
+            assert full.until is not None
+            full.until.set()
+            assert [(await each).status_code for each in (first, second)] == [200, 200]
+
+
 async def test_top_says_when_nobody_ever_waits(capsys: pytest.CaptureFixture[str]) -> None:
     """Without admission there is no queue, which is not the same as an empty one."""
     engine = FakeEngine()
@@ -184,6 +206,23 @@ async def test_doctor_says_how_many_engines_pull(capsys: pytest.CaptureFixture[s
         assert found["prefill"][0] == "ok"
         assert found["return"][0] == "note"
         assert "nothing comes back to prefill" in found["return"][1]
+
+
+async def test_an_engine_that_has_said_nothing_is_none_that_pulls(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The router plans as if it did, and nobody knows."""
+    fleet: dict[str, FakeEngine] = {}
+    prefill = FakeEngine("prefill-0", "prefill", fleet=fleet)
+    decode = FakeEngine("decode-0", "decode", fleet=fleet, control=False)
+    async with fake_engines(prefill, decode), bench(prefill, decode) as running:
+        await running.ready()
+        sides = (await running.http.get("/health")).json()["sides"]
+        assert {side: told["pulling"] for side, told in sides.items()} == {
+            "prefill": 1,
+            "decode": 0,
+        }
+        assert (await findings(capsys, "--router", running.router.url))["decode"][0] == "note"
 
 
 async def test_doctor_says_which_engines_are_gone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -261,3 +261,27 @@ async def test_without_the_packages_the_router_says_which(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"turncache\[router-otel\]"):
         async with bench(engines=NOBODY, traces=True):
             pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_repeat_is_a_span_beside_the_decode_leg(spans: Spans, fails: bool) -> None:
+    """With a context of its own for the engine; one that fails says so."""
+    settings = {"repeat_after_s": 0.005, "pass_trace_context": True}
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, traces=spans.traces, **settings) as running,
+    ):
+        prefill.loses = 1
+        prefill.scripts = [Script(), Script(status=400 if fails else 200)]
+        await running.chat(session="s", headers=PARENT)
+        found = {span.name: span for span in await spans.of(running)}
+        first, again = prefill.seen
+        (leg,) = decode.seen
+    assert found.keys() == {"leg prefill", "leg decode", "leg repeat", "call chat"}
+    repeat, decoding = found["leg repeat"], found["leg decode"]
+    assert repeat.parent == found["call chat"].context
+    assert attributes(repeat)["turncache.engine"] == "prefill-0"
+    assert attributes(repeat).get("error.type") == ("failed" if fails else None)
+    assert decoding.start_time <= repeat.start_time <= repeat.end_time <= decoding.end_time
+    for seen, span in ((first, found["leg prefill"]), (again, repeat), (leg, decoding)):
+        assert seen.headers["traceparent"] == header_of(span)
