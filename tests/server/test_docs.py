@@ -85,8 +85,8 @@ def test_panels_do_not_overlap() -> None:
 
 def test_each_alert_says_what_to_do() -> None:
     """Three of engines: lost share, abandoned reads near their cap, any incompatible peer. Three
-    of the router: calls that fail, an engine that is down, a list of engines that is refused. Two of
-    what lies between the legs: decode that is behind, prompts that are lost before it has them.
+    of the router: calls that fail, an engine that is down, a list of engines that is refused.
+    Two of what lies between the legs: decode that is behind, prompts that are lost.
     """
     assert [rule.split()[0] for rule in ALERTS] == [
         "TurncacheTokensLost",

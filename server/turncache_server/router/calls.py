@@ -171,8 +171,10 @@ class PlannedCall:
             return Relayed(response=response, code=error.status, problem=failure.kind)
         except (ClientGone, asyncio.CancelledError):
             if opened is not None:
-                give_up = finish if self._has_all else abandon
-                give_up(self._services, opened.leg)
+                if self._has_all:
+                    finish(self._services, opened.leg)
+                else:
+                    self._opening.left(abandon(self._services, opened.leg))
                 opened = None
             raise
         finally:

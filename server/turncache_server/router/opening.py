@@ -29,6 +29,7 @@ from turncache_server.router.legs import (
     transfer_params,
 )
 from turncache_server.router.plan import CallPlan, EngineView
+from turncache_server.router.repeating import Watch
 from turncache_server.router.services import Services
 from turncache_server.router.upstream import EngineAnswer
 
@@ -133,7 +134,8 @@ class Opening:
         self.held_back_s = 0.0
         self.prefill_s: float | None = None
         self.num_repeats = 0
-        self._stop_watching: Callable[[], None] = lambda: None
+        self._watch: Watch | None = None
+        self._drains: asyncio.Task[None] | None = None
 
     async def run(self) -> Opened:
         """Run the legs.
@@ -248,7 +250,7 @@ class Opening:
         if address is None:
             return await self._serve(engine, "decode", source.engine_id)
         others = [each for each in self._plan.prefill if each is not source]
-        stop = self._services.repeats.watch(
+        self._watch = self._services.repeats.watch(
             address,
             self._call.request,
             (source, *others),
@@ -257,13 +259,14 @@ class Opening:
         )
         try:
             opened = await self._serve(engine, "decode", source.engine_id)
-        except BaseException:
-            stop()
+        except asyncio.CancelledError:
+            self.left(self._drains)
             raise
-        if self._opens_before_a_token:
-            self._stop_watching = stop
-        else:
-            stop()
+        except BaseException:
+            self.close()
+            raise
+        if not self._opens_before_a_token:
+            self.close()
         return opened
 
     @property
@@ -272,8 +275,26 @@ class Opening:
         return self._call.asked.stream and not self._call.api.opens_with_token
 
     def close(self) -> None:
-        """Repeat nothing any more: the call is over."""
-        self._stop_watching()
+        """Repeat nothing any more: the call is over, or decode has computed something."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+
+    def left(self, drains: asyncio.Task[None] | None) -> None:
+        """Repeat nothing any more: the client has left.
+
+        Args:
+            drains: reads the decode leg to its end; None when that was cut off. It is cut off when
+                decode still waits for the prompt: it holds nothing yet that an abort could harm.
+        """
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        if drains is None:
+            watch.stop()
+        else:
+            watch.leave(drains.cancel)
+            drains.add_done_callback(lambda _: watch.stop())
 
     def _repeatable_at(self, engine: EngineView) -> str | None:
         """Return where a decode engine names the calls whose prompt is lost, None for nowhere."""
@@ -329,7 +350,7 @@ class Opening:
         try:
             first = await self._checked(engine, leg)
         except asyncio.CancelledError:
-            abandon(self._services, leg)
+            self._drains = abandon(self._services, leg)
             raise
         except BaseException:
             leg.close()
@@ -407,7 +428,9 @@ class Opening:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._services.background.spawn(self._drain_task(task), "drain a leg")
+            drains = self._services.background.spawn(self._drain_task(task), "drain a leg")
+            if kind == "d":
+                self._drains = drains
             raise
 
     def _leg_headers(self, kind: str) -> dict[str, str]:
@@ -475,16 +498,20 @@ def note_failure(
     )
 
 
-def abandon(services: Services, leg: EngineAnswer) -> None:
+def abandon(services: Services, leg: EngineAnswer) -> asyncio.Task[None] | None:
     """Give up an answer whose client has left: cut it off, or drain it, by configuration.
 
     Cutting it off frees the engine at once. Draining is for engines that do not survive
     aborts: the answer is read to its end, within a bound.
+
+    Returns:
+        What drains it, None when it was cut off.
     """
     if services.config.on_disconnect == "cancel":
         leg.close()
-    else:
-        services.background.spawn(_drain(leg, services.config.disconnect_drain_s), "drain a leg")
+        return None
+    limit_s = services.config.disconnect_drain_s
+    return services.background.spawn(_drain(leg, limit_s), "drain a leg")
 
 
 def finish(services: Services, leg: EngineAnswer) -> None:

@@ -80,6 +80,7 @@ class Watched:
         tried: names of the engines that have repeated it, or failed to.
         said: what the decode engine has still to hear; None for nothing.
         task: what is being done for it.
+        cut: cuts it off, where its client has left and it is only read to its end.
     """
 
     request: str
@@ -91,6 +92,7 @@ class Watched:
     tried: list[str] = field(default_factory=list)
     said: str | None = None
     task: asyncio.Task[None] | None = None
+    cut: Callable[[], object] | None = None
 
 
 class _Legs:
@@ -108,6 +110,32 @@ class _Legs:
         self.timer: asyncio.TimerHandle | None = None
         self.asking = False
         self.pause_s = 0.0
+
+
+class Watch:
+    """What whoever sent a decode leg says of it."""
+
+    def __init__(
+        self, legs: dict[str, Watched], leg: Watched, look_soon: Callable[[], None]
+    ) -> None:
+        self._legs, self._leg, self._look_soon = legs, leg, look_soon
+
+    def stop(self) -> None:
+        """Watch it no more, and repeat nothing for it; twice is once."""
+        if self._legs.get(self._leg.request) is self._leg:
+            del self._legs[self._leg.request]
+        if self._leg.task is not None:
+            self._leg.task.cancel()
+
+    def leave(self, cut: Callable[[], object]) -> None:
+        """Repeat nothing for it, and cut it off when decode waits for its prompt all the same.
+
+        Nobody would end that wait, and then decode would compute the prompt for nobody.
+        """
+        self._leg.cut = cut
+        if self._leg.task is not None:
+            self._leg.task.cancel()
+        self._look_soon()
 
 
 class _Turns:
@@ -174,8 +202,8 @@ class Repeats:
         *,
         room: Room,
         repeat: Repeat,
-    ) -> Callable[[], None]:
-        """Watch a decode leg until what is returned is called, with its first token.
+    ) -> Watch:
+        """Watch a decode leg until what is returned is stopped, with its first token.
 
         Args:
             address: of the decode engine's control socket.
@@ -192,13 +220,12 @@ class Repeats:
         if not legs.asking:
             self._ask_within(legs, legs.pause_s)
 
-        def stop() -> None:
-            if legs.by_request.get(request) is leg:
-                del legs.by_request[request]
-            if leg.task is not None:
-                leg.task.cancel()
+        def look_soon() -> None:
+            legs.pause_s = self._config.repeat_after_s
+            if not legs.asking:
+                self._ask_within(legs, legs.pause_s)
 
-        return stop
+        return Watch(legs.by_request, leg, look_soon)
 
     def _ask_within(self, legs: _Legs, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -242,7 +269,9 @@ class Repeats:
             legs.asking = False
         found = [leg for name in named if (leg := legs.by_request.get(name)) is not None]
         for leg in found:
-            if leg.task is None:
+            if leg.cut is not None:
+                leg.cut()
+            elif leg.task is None:
                 leg.task = asyncio.create_task(self._help(legs.address, leg), name="repeat a leg")
                 leg.task.add_done_callback(tell_failure)
         self._ask_within(legs, legs.pause_s)

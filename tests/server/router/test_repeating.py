@@ -140,6 +140,51 @@ async def test_a_client_that_leaves_ends_the_repeat_too() -> None:
         assert await repeats(running) == {"left": 1}
 
 
+@pytest.mark.parametrize("when", ["before", "waiting", "repeating", "opened"])
+async def test_a_leg_that_is_drained_is_cut_off_when_it_waits_for_its_prompt(when: str) -> None:
+    """Nobody repeats a prompt for nobody, and decode computes none: it holds nothing yet."""
+    settings = {"on_disconnect": "drain", "repeat_after_s": 0.05 if when == "before" else 0.005}
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **settings) as running:
+        prefill.loses = 1
+        prefill.scripts = [Script(), held := Script(until=asyncio.Event())]
+        if when == "opened":
+            body = {"model": "fake", "input": "Where does Laura live? " * 8, "stream": True}
+            call = asyncio.create_task(running.http.post("/v1/responses", json=body))
+        else:
+            call = asyncio.create_task(running.chat(session="s", stream=when == "waiting"))
+        if when == "before":
+            await running.eventually(lambda: decode.lacking, bool)
+        else:
+            await held.arrived.wait()
+        call.cancel()
+        await running.eventually(
+            lambda: (decode.num_cancelled, len(decode.lacking)), lambda seen: seen == (1, 0)
+        )
+        assert len(prefill.seen) == (1 if when == "before" else 2)
+        assert len(decode.replies) == 0
+        assert held.until is not None
+        held.until.set()
+
+
+async def test_a_leg_that_has_its_prompt_is_drained_to_its_end() -> None:
+    """An engine that does not survive aborts is not told to end what it works on."""
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, on_disconnect="drain", **HURRY) as running,
+    ):
+        decode.scripts.append(slow := Script(pause_after=0))
+        call = asyncio.create_task(running.chat(session="s"))
+        await running.eventually(lambda: decode.replies, bool)
+        call.cancel()
+        asked = decode.num_lacking_questions
+        await running.eventually(
+            lambda: decode.num_lacking_questions, lambda number: number > asked + 1
+        )
+        slow.resume.set()
+        await running.eventually(lambda: decode.num_active, lambda number: number == 0)
+        assert decode.num_cancelled == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "updated"), [({"repeat_prefill_s": 0}, True), ({}, False)], ids=["off", "older"]
 )
