@@ -105,10 +105,8 @@ class Call:
         self.outcome_text: str | None = None
         self.error: str | None = None
 
-    def end(self, ended_s: float, ending: Ending) -> None:
-        """Take how the call ended; the first ending that says so sets the time."""
-        if self.ended_s is None:
-            self.ended_s = ended_s
+    def end(self, ending: Ending) -> None:
+        """Take how the call ended."""
         self.boundary, _, self.prompt, self.cached, _, self.error = ending
         if self.final and self.boundary is not None:
             self.boundary = Boundary.FINAL
