@@ -169,7 +169,9 @@ class Attempt:
 
     def _end(self, ending: Ending) -> None:
         call = self.call
-        call.end(self._clock() if call.ended_s is None else call.ended_s, ending)
+        if call.ended_s is None:
+            call.ended_s = self._clock()
+        call.end(ending)
         if self.span is not None:
             try:
                 spans.tell_end(self.span, call)
@@ -180,7 +182,7 @@ class Attempt:
         if not begins_wait and not self._server_keeps:
             return
         session = self.session
-        if session is None or call.ended_s is None:
+        if session is None:
             return
         with LOCK.held:
             if begins_wait:

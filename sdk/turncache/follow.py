@@ -88,9 +88,8 @@ class Follower(Generic[T]):
         if reading.previous is not None:
             return self._place_by_answer(reading, reading.previous)
         key, cause = self._find(reading)
-        lines = self._lines
-        line = lines[key]
-        lines.move_to_end(key)
+        line = self._lines[key]
+        self._lines.move_to_end(key)
         line.system, line.tip = reading.system, reading.history
         self._remember(key, line, hash(line.tip), cause)
         return Placement(line.owner, key, cause)

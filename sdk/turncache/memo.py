@@ -150,8 +150,11 @@ class Memo:
         turn, call = history.place(kinds)
         history.messages += copies
         num_known = len(history.messages)
-        # What cannot be copied, and what comes after it, is read again every time.
-        history.kinds, history.prints = kinds[:num_known], prints[: num_known * FINGERPRINT_BYTES]
+        history.kinds, history.prints = kinds, prints
+        if num_known < len(kinds):
+            # What cannot be copied, and what comes after it, is read again every time.
+            history.kinds = kinds[:num_known]
+            history.prints = prints[: num_known * FINGERPRINT_BYTES]
         if num_known - history.settled > _LONG_TAIL:
             history.settle()
         history.num_bytes += num_bytes

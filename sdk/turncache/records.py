@@ -64,21 +64,14 @@ class Call:
     Times are readings of one monotonic clock, in seconds.
     """
 
-    __slots__ = (
-        "boundary",
-        "cached",
-        "call",
-        "cause",
-        "ended_s",
-        "error",
-        "final",
-        "first_s",
-        "model",
-        "outcome_text",
-        "prompt",
-        "started_s",
-        "turn",
-    )
+    # What is known later. Values that nearly all calls share until then cost nothing to set.
+    first_s: float | None = None
+    ended_s: float | None = None
+    boundary: Boundary | None = None
+    prompt: int | None = None
+    cached: int | None = None
+    outcome_text: str | None = None
+    error: str | None = None
 
     def __init__(
         self,
@@ -97,18 +90,9 @@ class Call:
         self.cause = cause
         self.model = model
         self.final = final
-        self.first_s: float | None = None
-        self.ended_s: float | None = None
-        self.boundary: Boundary | None = None
-        self.prompt: int | None = None
-        self.cached: int | None = None
-        self.outcome_text: str | None = None
-        self.error: str | None = None
 
-    def end(self, ended_s: float, ending: Ending) -> None:
-        """Take how the call ended; the first ending that says so sets the time."""
-        if self.ended_s is None:
-            self.ended_s = ended_s
+    def end(self, ending: Ending) -> None:
+        """Take how the call ended."""
         self.boundary, _, self.prompt, self.cached, _, self.error = ending
         if self.final and self.boundary is not None:
             self.boundary = Boundary.FINAL

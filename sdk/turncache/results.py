@@ -8,6 +8,7 @@ equality, copies and dumps stay what they are.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -22,14 +23,10 @@ class WeakTable(Generic[T]):
 
     def put(self, key: object, value: T) -> None:
         """Keep ``value`` until ``key`` is collected; what cannot be watched is skipped."""
-        at = id(key)
-        rows = self._rows
-
-        def gone(_: object) -> None:
-            rows.pop(at, None)
-
+        at, rows = id(key), self._rows
         try:
-            rows[at] = (weakref.ref(key, gone), value)
+            # Collected, it takes its row along: pop() gets the dead reference as its default.
+            rows[at] = (weakref.ref(key, partial(rows.pop, at)), value)
         except TypeError:
             return
 
