@@ -329,6 +329,7 @@ class Engine:
         extra_args: dict[str, Any] | None = None,
         cache_salt: str | None = None,
         lora_request: Any = None,
+        resumable: bool = False,
         **hints: Any,
     ) -> Request:
         """Add a request.
@@ -342,6 +343,7 @@ class Engine:
             extra_args: further extra arguments, as a client may send them.
             cache_salt: keeps its KV apart from that of other salts.
             lora_request: the adapter that computes it.
+            resumable: its prompt goes on, by :meth:`resume`, when it has been answered.
         """
         extra = dict(extra_args or {})
         if session is not None:
@@ -362,11 +364,27 @@ class Engine:
             lora_request=lora_request,
             cache_salt=cache_salt,
             block_hasher=self._hasher,
+            resumable=resumable,
         )
         self.texts[request_id] = Text(prompt)
         self._promise(request)
         self.scheduler.add_request(request)
         return request
+
+    def resume(self, request: Request, more: Sequence[int], *, max_tokens: int = 1) -> None:
+        """Let the prompt of a resumable request that waits for it go on."""
+        part = Request(
+            request_id=request.request_id,
+            prompt_token_ids=list(more),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self._hasher,
+            resumable=True,
+        )
+        self.scheduler.add_request(part)
+        # Of what it has answered the last token is dropped: the text is another one.
+        self.texts[request.request_id] = Text(list(request.all_token_ids))
+        self._promise(request)
 
     def abort(self, request_id: str) -> None:
         """Let the client leave."""

@@ -159,6 +159,7 @@ def loaded(
             # Neither runs a bytecode.
             clock = time.monotonic if timed else functools.partial(getattr, made, "now_s")
             engine.extension._clock = engine.connector._reporter._clock = clock
+            engine.extension._ranks._clock = clock
         # All arms alike. Until the ghost's process has started, nothing is handed over.
         serve(engine, requests(engine, calls[:2], tagged=tagged))
         time.sleep(2.5 if mode == "observe" else 0.1)

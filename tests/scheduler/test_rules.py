@@ -562,6 +562,36 @@ def test_rule_9_requests_of_kinds_that_were_never_proven_are_computed(kind: str)
         prefill.assert_no_leak()
 
 
+def test_rule_9_nobody_is_given_what_a_resumable_request_may_write_over() -> None:
+    """A step in flight fills a block for a token that vLLM drops when the prompt goes on."""
+    with world() as made:
+        decode = Engine(made, "decode-0", peers=[], async_scheduling=True)
+        # The first answered token has its place in the block, the second fills it and stops.
+        first = decode.add(
+            "r", tokens(3 * BLOCK - 2), max_tokens=9, stop_after=2, resumable=True, session="s"
+        )
+        decode.run(lambda: not decode.flights and first.num_output_tokens == 2)
+        assert not first.is_finished()
+        manager = decode.scheduler.kv_cache_manager
+        allocate = manager.allocate_slots
+
+        def looked_at(*args: Any, **kwargs: Any) -> Any:
+            blocks = allocate(*args, **kwargs)
+            decode.check_named()
+            return blocks
+
+        manager.allocate_slots = looked_at
+        decode.resume(first, tokens(3 * BLOCK, start=77), max_tokens=2)
+        decode.run(lambda: not decode.flights and first.num_output_tokens == 2)
+        assert decode.extension.broken is None
+        assert decode.hit(list(first.all_token_ids)) >= 5 * BLOCK, "its own engine finds it"
+        assert decode.check_named() == 0
+        decode.abort("r")
+        decode.call("next", tokens(2 * BLOCK + 1, start=5))
+        assert decode.check_named() == 2
+        decode.assert_no_leak()
+
+
 @pytest.mark.parametrize("length", range(6 * BLOCK, 7 * BLOCK + 1))
 def test_rule_10_decode_computes_at_most_one_block_of_a_prompt(length: int) -> None:
     """The tail that is not in a full block before the last token, however long the prompt is."""

@@ -171,6 +171,44 @@ def test_a_session_that_was_handed_over_as_stock_is_returned_again(
         assert engine.extension.broken is None
 
 
+def test_what_has_left_the_cache_is_kept_for_nobody(made: World) -> None:
+    """In mode observe a session wants it too; switched on, nobody could find what was kept."""
+    prefill, decode = pair(made)
+    for engine in (prefill, decode):
+        switch(engine, Mode.OBSERVE)
+    hand_over(prefill, decode)
+    own = decode.call("own", tokens(3 * BLOCK + 2, start=400), session="t")
+    queue = decode.pool.free_block_queue
+    switch(decode, Mode.ON)
+    assert decode.hit(PROMPT) == 0
+    kept = [b.block_id for b in decode.pool.blocks if queue.is_retained(b.block_id)]
+    assert kept == [b.block_id for b in decode.cached(own)]
+    assert decode.extension.gauges()["retained_blocks"] == len(kept) == 3
+    assert decode.extension.table.stats().wanted_blocks == 3
+    # It goes first, as whatever nobody will find.
+    free = [b.block_hash for b in queue.get_all_free_blocks()]
+    assert all(each is None for each in free[: decode.num_blocks - 1 - len(kept) - 1])
+    decode.run()
+    decode.assert_no_leak()
+
+
+def test_an_order_that_a_step_obeys_at_its_end_is_obeyed_whole(made: World) -> None:
+    """Nothing unproven is left in the cache until the next step: an idle engine has none."""
+    prefill, decode = pair(made)
+    for engine in (prefill, decode):
+        switch(engine, Mode.OFF)
+    hand_over(prefill, decode)
+    other = decode.add("other", tokens(3, start=9))
+    decode.schedule()
+    decode.extension.mailbox.post(SwitchMode("on"))
+    decode.process()
+    assert other.is_finished()
+    assert decode.extension.mode is Mode.ON
+    assert decode.hit(PROMPT) == 0
+    decode.run()
+    decode.assert_no_leak()
+
+
 def test_what_was_computed_on_a_stock_hand_over_is_given_to_nobody(made: World) -> None:
     """Neither its blocks nor those of a call that has joined it in the cache are ever named."""
     prefill, decode = pair(made)

@@ -19,13 +19,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from turncache.errors import ConfigError
 from turncache.protocol import EngineHints, Mode, Reason
 from turncache_server.connector.config import EngineFacts, Find, Settings
 from turncache_server.connector.foreign import Leg
+from turncache_server.connector.orders import Orders
 from turncache_server.connector.pull_state import Pull
+from turncache_server.connector.ranks import Ranks
+from turncache_server.connector.readings import Readings
 from turncache_server.connector.recorder import Recorder
 from turncache_server.connector.records import CallBook, CallRecord
 from turncache_server.connector.selftest import surprises
@@ -54,14 +57,6 @@ from turncache_server.retention.sessions import KeptSession
 from turncache_server.retention.values import Signal as Kind
 
 logger = logging.getLogger(__name__)
-
-#: How often the order of the lineages is computed anew while nothing else asks for it.
-RANK_EVERY_S: Final = 0.25
-#: So many times what it took passes before it is computed again, whatever has changed: it takes
-#: time for each lineage, and the engine waits for it.
-RANK_REST: Final = 20
-#: The longest such rest: a process that was stopped meanwhile has taken long as well.
-MOST_REST_S: Final = 2.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -146,9 +141,20 @@ class Extension:
         self._answered = answered
         self._clock = clock
         self._tracker = StepTracker(facts.block_size) if readable else None
+        self._orders = Orders(
+            self.mailbox,
+            {
+                Promote: self._promote,
+                HandedOver: self._handed_over,
+                Signalled: self._signalled,
+                SwitchMode: self._switch_mode,
+            },
+        )
         # The mailbox's own: looked at in every step.
         self._commands = self.mailbox.commands
         self._unproven = Unproven(self.ledger.epoch)
+        # Calls whose steps mark nothing.
+        self._unmarked: set[str] = set()
         self._queue: FreeQueue | None = None
         self._pool: Any = None
         self._block_map: Any = None
@@ -161,12 +167,9 @@ class Extension:
         self._heeds_steps = readable
         self._in_flight: set[str] = set()
         self._failed_loads: set[str] = set()
-        # When the lineages are ordered next, and before when they are not, whatever happens.
-        self._rank_s = self._rank_not_before_s = float("-inf")
-        # The mode has become *on*, and what nobody has confirmed is still in the prefix cache.
-        self._must_forget = False
+        self._ranks = Ranks(self.table, clock)
         self._on_mode: list[Callable[[Mode], None]] = []
-        self._also_counted: list[Callable[[], Mapping[str, float]]] = []
+        self._readings = Readings(facts.num_blocks, self.table, self.book, recorder)
         self._recorder = recorder
         # The recorder while what the engine sees is written down.
         self._recording: Recorder | None = None
@@ -184,7 +187,7 @@ class Extension:
 
     def count_also(self, counters: Callable[[], Mapping[str, float]]) -> None:
         """Have the totals of another part shown among :meth:`counters`."""
-        self._also_counted.append(counters)
+        self._readings.count_also(counters)
 
     def bind(self, pool: Any) -> None:
         """Take the pool's free queue over, after the self-test."""
@@ -277,8 +280,13 @@ class Extension:
             leg: of a hand-over that a router which is not ours has asked for.
         """
         self._in_flight.add(request.request_id)
-        self._drain()
+        if self._commands:
+            self._orders.obey()
         self._forget_if_due()
+        if request.resumable and self._tracker is not None:
+            # A step in flight can fill a block for a token that vLLM then drops: what was
+            # written there is written over, under a hash that the block gets before.
+            self._unmarked.add(request.request_id)
         hints = self.hints_of(request)
         if leg is not None:
             returns = self.settings.find is not Find.HINTS
@@ -291,6 +299,8 @@ class Extension:
             self._recording.arrived(request, hints, self._clock())
         if hints is None:
             return None
+        if self._commands:
+            self._orders.obey_for(hints.session)
         self._has_sessions = self._heeds_steps = True
         admission = None
         if self.mode is not Mode.OFF:
@@ -402,8 +412,8 @@ class Extension:
             return
         try:
             if self._commands:
-                self._obey()
-            if self._must_forget:
+                self._orders.step()
+            if self._unproven.due:
                 self._forget_if_due()
             if self._tracker is not None:
                 self._note_writes(self._tracker, scheduler_output)
@@ -469,7 +479,8 @@ class Extension:
             if self._recording is not None:
                 self._recording.step_processed(self._clock())
             if self._commands:
-                self._obey()
+                self._orders.obey()
+                self._forget_if_due()
         except Exception as error:
             logger.exception("turncache: hook step_processed failed")
             self.break_off(f"step_processed failed: {type(error).__name__}: {error}")
@@ -480,6 +491,8 @@ class Extension:
         # What is computed on unproven blocks is not proven either.
         if self._unproven.calls:
             self._failed_loads.update(self._unproven.calls)
+        if self._unmarked:
+            self._failed_loads |= self._unmarked
         ledger.processed(failed=self._failed_loads)
         if self._failed_loads:
             self._failed_loads = set()
@@ -494,6 +507,7 @@ class Extension:
             The session and for how many seconds it is kept, None when nothing is.
         """
         self._in_flight.discard(request.request_id)
+        self._unmarked.discard(request.request_id)
         unproven = self._unproven.ended(request.request_id, block_ids) and self.acting
         if unproven:
             self._forget_unproven()
@@ -580,36 +594,7 @@ class Extension:
 
     @guarded
     def _before_choice(self) -> None:
-        self._drain()
-
-    def _drain(self) -> None:
-        if self._commands:
-            self._obey()
-
-    def _obey(self) -> None:
-        for command in self.mailbox.drain():
-            if isinstance(command, Promote):
-                self._promote(command)
-            elif isinstance(command, HandedOver):
-                if self._recording is not None:
-                    self._recording.tail_verified(command.tail_hash, self._clock())
-                self._apply(self.table.handed_over(command.tail_hash, now_s=self._clock()))
-            elif isinstance(command, Signalled):
-                if self._recording is not None:
-                    self._recording.signalled(
-                        command.session, command.kind, command.expect_s, self._clock()
-                    )
-                effect = self.table.signal(
-                    command.session,
-                    command.kind,
-                    expect_s=command.expect_s,
-                    now_s=self._clock(),
-                )
-                self._apply(effect)
-                # What is worth most may be another lineage now, though no block has changed.
-                self._rank_s = self._rank_not_before_s
-            elif isinstance(command, SwitchMode):
-                self._switch(Mode(command.mode))
+        self._orders.obey()
 
     def _promote(self, command: Promote) -> None:
         if self._queue is None or self.source is None:
@@ -618,7 +603,21 @@ class Extension:
             return
         self._queue.promote(command.block_ids, command.epochs)
 
-    def _switch(self, mode: Mode) -> None:
+    def _handed_over(self, command: HandedOver) -> None:
+        if self._recording is not None:
+            self._recording.tail_verified(command.tail_hash, self._clock())
+        self._apply(self.table.handed_over(command.tail_hash, now_s=self._clock()))
+
+    def _signalled(self, command: Signalled) -> None:
+        session, kind, expect_s = command.session, command.kind, command.expect_s
+        if self._recording is not None:
+            self._recording.signalled(session, kind, expect_s, self._clock())
+        self._apply(self.table.signal(session, kind, expect_s=expect_s, now_s=self._clock()))
+        # What is worth most may be another lineage now, though no block has changed.
+        self._ranks.soon()
+
+    def _switch_mode(self, command: SwitchMode) -> None:
+        mode = Mode(command.mode)
         if self.broken is not None or mode is self.mode:
             return
         logger.info("turncache: mode %s -> %s", self.mode.value, mode.value)
@@ -628,19 +627,18 @@ class Extension:
         if self._queue is not None:
             self._queue.retaining = mode is Mode.ON
         # Not here: the scheduler may be about to give such blocks to a call of which we hear later.
-        self._must_forget = mode is Mode.ON
+        self._unproven.due = mode is Mode.ON
         self._record_or_not()
         for listener in self._on_mode:
             listener(mode)
 
     def _forget_if_due(self) -> None:
-        if self._must_forget:
-            self._must_forget = False
+        if self._unproven.due:
+            self._unproven.due = False
             self._forget_unproven()
 
     def _forget_unproven(self) -> None:
-        if self._pool is not None and (block_ids := self._unproven.take()):
-            self._pool.evict_blocks(block_ids)
+        self._apply(self._unproven.leave(self._pool, self.table))
 
     def _record_or_not(self) -> None:
         """Write down what the engine sees in ``observe``, and with a trace in ``on`` too."""
@@ -658,16 +656,8 @@ class Extension:
     def _time_passes(self) -> None:
         now_s = self._clock()
         self._apply(self.table.expire(now_s))
-        if self._queue is not None and now_s >= self._rank_s:
-            self._rank(self._queue, now_s)
-
-    def _rank(self, queue: FreeQueue, now_s: float) -> None:
-        self._rank_s = now_s + RANK_EVERY_S
-        if queue.num_retained:
-            queue.rank(self.table.victims(now_s))
-            done_s = self._clock()
-            self._rank_not_before_s = done_s + min(RANK_REST * (done_s - now_s), MOST_REST_S)
-            self._rank_s = max(self._rank_s, self._rank_not_before_s)
+        if self._queue is not None and now_s >= self._ranks.due_s:
+            self._ranks.order(self._queue, now_s)
 
     def _cache_was_reset(self) -> None:
         """Want nothing any more: the prefix cache was reset, and what was wanted is gone."""
@@ -679,7 +669,7 @@ class Extension:
     def _apply(self, effect: Effect) -> None:
         if self._queue is not None and effect.changed:
             self._queue.reclassify(effect.changed, effect.dead)
-            self._rank_s = self._rank_not_before_s
+            self._ranks.soon()
 
     # --- for the control thread: reads only ---------------------------------------------------
 
@@ -716,57 +706,15 @@ class Extension:
 
     def gauges(self) -> dict[str, float]:
         """Return the present state in numbers."""
-        queue = self._queue
-        stats = self.table.stats()
-        free, retained = -1.0, 0.0
-        classes: dict[str, float] = {}
-        if queue is not None:
-            free, retained = float(queue.num_free_blocks), float(queue.num_retained)
-            # One block is nobody's: the null block.
-            classes = {
-                "used_blocks": self.facts.num_blocks - 1 - free,
-                "ordinary_blocks": free - retained,
-            }
-        return {
-            "blocks": float(self.facts.num_blocks),
-            "free_blocks": free,
-            "retained_blocks": retained,
-            **classes,
-            "sessions": float(stats.sessions),
-            "lineages": float(stats.lineages),
-            "calls_in_flight": float(self.num_calls),
-            "in_order": float(self.ledger.in_order),
-            "broken": float(self.broken is not None),
-            **{f"mode_{mode.value}": float(mode is self.mode) for mode in Mode},
-            **self._observed_gauges(),
-        }
-
-    def _observed_gauges(self) -> dict[str, float]:
-        recorder = self._recorder
-        if recorder is None:
-            return {}
-        return {
-            **recorder.gauges,
-            "observing": float(self._recording is not None and recorder.broken is None),
-        }
+        return self._readings.gauges(
+            self._queue,
+            self.mode,
+            calls_in_flight=self.num_calls,
+            in_order=self.ledger.in_order,
+            broken=self.broken is not None,
+            recording=self._recording is not None,
+        )
 
     def counters(self) -> dict[str, float]:
         """Return the totals since start."""
-        stats = self.table.stats()
-        # Copied at once: the engine thread may be counting.
-        totals = list(self.book.totals.items())
-        return {
-            **{name: float(value) for name, value in totals},
-            "evicted_wanted_blocks": float(stats.evicted_wanted_blocks_total),
-            "superseded_chains": float(stats.superseded_total),
-            "clipped_retentions": float(stats.clipped_total),
-            "clipped_blocks": float(stats.clipped_blocks_total),
-            **{name: n for counters in self._also_counted for name, n in counters().items()},
-            **self._observed_counters(),
-        }
-
-    def _observed_counters(self) -> dict[str, float]:
-        recorder = self._recorder
-        if recorder is None:
-            return {}
-        return {**recorder.counters, "observed_dropped_events": float(recorder.dropped)}
+        return self._readings.counters()

@@ -72,6 +72,8 @@ ABANDONED_SHARE: Final = 0.05
 READING_SHARE: Final = 0.5
 #: An engine that has nothing to do looks this often whether abandoned transfers are gone.
 IDLE_POLL_S: Final = 0.1
+#: Times of pulls to hold until they are reported, should nobody take them.
+_MOST_TIMES: Final = 1024
 #: Steps in flight that are timed; vLLM has two.
 _MOST_STEPS: Final = 16
 
@@ -164,7 +166,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         self._facts = facts
         keys = fleet_keys(settings)
         self._directory = directory or self._make_directory(keys)
-        self._transfer_s: list[float] = []
+        self._transfer_s: deque[float] = deque(maxlen=_MOST_TIMES)
         self._take_peek_s: Callable[[], list[float]] = list
         if peers is None:
             peers = PeerBook(
@@ -289,7 +291,8 @@ class PairScheduler(NixlPullConnectorScheduler):
         return self._reporter.report()
 
     def _take_samples(self) -> dict[str, list[float]]:
-        transfer_s, self._transfer_s = self._transfer_s, []
+        transfer_s = list(self._transfer_s)
+        self._transfer_s.clear()
         return {"peek_s": self._take_peek_s(), "transfer_s": transfer_s}
 
     def _gauges(self) -> dict[str, float]:
@@ -525,8 +528,10 @@ class PairScheduler(NixlPullConnectorScheduler):
             self.extension.loads_failed(failed)
         if connector_output.invalid_block_ids:
             self.extension.blocks_invalid(set(connector_output.invalid_block_ids))
-        # Loads of stock hand-overs and of siblings fail in the same set.
-        num_failed = sum(self._pulls.get(request_id) is not None for request_id in failed)
+        # Loads of stock hand-overs and of siblings fail in the same set, and pulls that could not
+        # begin any more: those are counted by why.
+        pulls = [self._pulls.get(request_id) for request_id in failed]
+        num_failed = sum(pull is not None and pull.began for pull in pulls)
         report = connector_output.kv_connector_worker_meta
         try:
             if isinstance(report, WorkerReport):
@@ -544,7 +549,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         self.totals["pulled_blocks"] += len(back.loaded_blocks)
         self.totals["pulled_bytes"] += len(back.loaded_blocks) * self._facts.block_bytes
         self.totals["pulls_verified"] += back.num_verified
-        self._transfer_s += back.transfer_s
+        self._transfer_s.extend(back.transfer_s)
         self.totals["pulls_failed"] += num_failed
         connector_output.finished_recving = ((finished - back.hold) | back.add) or None
 

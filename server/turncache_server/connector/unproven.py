@@ -4,12 +4,17 @@ A stock hand-over reads without asking its source before and after, so what it b
 written mark and is given to nobody else; the same holds for what was computed on it. While
 the mode is not *on* that is all. Once it is, such blocks have to leave the prefix cache:
 their session would find them here at every call, would therefore never pull them, and
-could never be returned, because a peek ends at the first block without a mark.
+could never be returned, because a peek ends at the first block without a mark. Nobody finds
+them then, so nobody is to keep them either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from turncache_server.retention.lineages import LineageTable
+from turncache_server.retention.values import NO_EFFECT, Effect
 
 
 class Unproven:
@@ -21,6 +26,7 @@ class Unproven:
     Attributes:
         calls: calls in flight that compute on unproven blocks, each with the index of its first
             one; to be looked at only.
+        due: the mode has become *on*, and such blocks are still in the prefix cache.
     """
 
     def __init__(self, epoch: Sequence[int]) -> None:
@@ -28,6 +34,7 @@ class Unproven:
         # At most one entry per block of the pool.
         self._blocks: dict[int, int] = {}
         self.calls: dict[str, int] = {}
+        self.due = False
 
     def __bool__(self) -> bool:
         return bool(self._blocks)
@@ -57,8 +64,15 @@ class Unproven:
         self._add(block_ids[first:])
         return True
 
-    def take(self) -> set[int]:
-        """Return the blocks that have to leave the prefix cache."""
+    def leave(self, pool: Any, table: LineageTable) -> Effect:
+        """Have such blocks leave the prefix cache of vLLM's pool, and nobody want them."""
+        block_ids = self._take()
+        if not block_ids:
+            return NO_EFFECT
+        pool.evict_blocks(block_ids)
+        return table.lost(block_ids)
+
+    def _take(self) -> set[int]:
         found = {
             block_id for block_id, epoch in self._blocks.items() if self._epoch[block_id] == epoch
         }

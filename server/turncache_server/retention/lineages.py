@@ -328,6 +328,13 @@ class LineageTable:
         if self.board.forget(block_id):
             self._totals.evicted_wanted_blocks += 1
 
+    def lost(self, block_ids: Iterable[int]) -> Effect:
+        """Hear that blocks have left the prefix cache: who wants them would not find them."""
+        change = _Change()
+        change.blocks += [block_id for block_id in block_ids if self.board.forget(block_id)]
+        change.dead += change.blocks
+        return self._effect(change)
+
     def clear(self) -> Effect:
         """Want nothing any more and end all hand-overs; what is known stays."""
         change = _Change()
@@ -465,7 +472,7 @@ class LineageTable:
     def _remove_session(self, record: Session, change: _Change) -> None:
         for lineage in list(record.lineages.values()):
             self._drop_lineage(lineage, change)
-        del self._registry.sessions[record.key]
+        self._registry.close(record)
 
     def _forget_sessions(self, *, keep: Session) -> None:
         """Hold the bounds on memory: the least recently used sessions go."""

@@ -100,10 +100,13 @@ class Mailbox:
         self.commands.append(command)
         return True
 
-    def drain(self) -> list[Command]:
-        """Take what is there at the time of the call, oldest first; engine thread only."""
+    def drain(self, most: int | None = None) -> list[Command]:
+        """Take what is there at the time of the call, oldest first; engine thread only.
+
+        Args:
+            most: leave what is more than that, None to leave nothing.
+        """
         commands = self.commands
-        if not commands:
-            return []
         # Bounded by the length now: a thread that keeps posting must not keep the engine.
-        return [commands.popleft() for _ in range(len(commands))]
+        count = len(commands) if most is None else min(most, len(commands))
+        return [commands.popleft() for _ in range(count)]

@@ -12,12 +12,12 @@ from turncache_server.retention.sessions import Lineage, Session
 
 #: A chain of which so many tenths are continued is superseded.
 SUPERSEDE_TENTHS: Final = 9
-#: Sessions that want blocks and are passed over when one must be forgotten, at most.
-MOST_SPARED: Final = 1024
+#: Sessions that are looked at when one must be forgotten, at most.
+MOST_LOOKS: Final = 1024
 
 
 class Registry:
-    """Sessions by name, least recently used first, and lineages by number.
+    """Sessions by name and by their last use, and lineages by number.
 
     Args:
         max_sessions: sessions to remember.
@@ -30,7 +30,11 @@ class Registry:
     """
 
     def __init__(self, *, max_sessions: int, max_known: int) -> None:
-        self.sessions: OrderedDict[str, Session] = OrderedDict()
+        self.sessions: dict[str, Session] = {}
+        # Both least recently used first: those that were spared when one had to be forgotten, and
+        # those behind them, that have not been looked at since their last use.
+        self._spared: OrderedDict[str, Session] = OrderedDict()
+        self._unseen: OrderedDict[str, Session] = OrderedDict()
         self.lineages: dict[int, Lineage] = {}
         self.num_known = 0
         self._max_sessions = max_sessions
@@ -47,8 +51,16 @@ class Registry:
         new = record is None
         if record is None:
             record = self.sessions[key] = Session(key=key, generation=self.number())
-        self.sessions.move_to_end(key)
+        self._spared.pop(key, None)
+        self._unseen[key] = record
+        self._unseen.move_to_end(key)
         return record, new
+
+    def close(self, session: Session) -> None:
+        """Forget a session that has no lineages any more."""
+        del self.sessions[session.key]
+        self._spared.pop(session.key, None)
+        self._unseen.pop(session.key, None)
 
     def in_generation(self, key: str, generation: int) -> Session | None:
         """Return the session of that name, None when its generation is another one."""
@@ -89,30 +101,30 @@ class Registry:
         retain nothing pass in numbers while a tool runs, and leave a session each. Without such
         a one, the least recently used without a call in flight, and then any. Never ``keep``.
 
-        Those that are spared count as used, so that they are not looked at again each time.
+        So many sessions may want something that not all are looked at each time: the next time
+        goes on behind those that were spared.
         """
         if len(self.sessions) <= self._max_sessions and self.num_known <= self._max_known:
             return None
-        spared: list[Session] = []
+        for _ in range(min(MOST_LOOKS, len(self.sessions))):
+            if not self._unseen:
+                self._unseen, self._spared = self._spared, self._unseen
+            key, record = next(iter(self._unseen.items()))
+            if record is not keep and not record.in_flight and not record.wants:
+                return record
+            del self._unseen[key]
+            self._spared[key] = record
+        others = (
+            record
+            for record in itertools.chain(self._spared.values(), self._unseen.values())
+            if record is not keep
+        )
         busy: Session | None = None
-        victim: Session | None = None
-        for record in self.sessions.values():
-            if record is keep:
-                continue
-            if record.in_flight:
-                busy = busy or record
-            elif record.wants and len(spared) < MOST_SPARED:
-                spared.append(record)
-            else:
-                victim = record
-                break
-        if victim is None:
-            return spared[0] if spared else busy
-        if victim.wants:
-            victim, *spared = spared
-        for record in spared:
-            self.sessions.move_to_end(record.key)
-        return victim
+        for record in others:
+            if not record.in_flight:
+                return record
+            busy = busy or record
+        return busy
 
 
 def longest(lineages: Iterable[Lineage], hashes: Sequence[bytes]) -> tuple[int, Lineage | None]:

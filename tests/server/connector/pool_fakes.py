@@ -195,6 +195,7 @@ def request(
         num_computed_tokens=0,
         num_tokens=num_blocks * BLOCK_SIZE + 2,
         num_preemptions=0,
+        resumable=False,
         status="running",
     )
 

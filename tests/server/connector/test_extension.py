@@ -23,6 +23,7 @@ from tests.server.connector.pool_fakes import (
 from turncache.protocol import Mode, Reason
 from turncache_server.connector.config import Settings
 from turncache_server.connector.extension import Extension
+from turncache_server.connector.orders import MOST_PER_STEP
 from turncache_server.connector.service import Service
 from turncache_server.control.messages import (
     Call,
@@ -575,6 +576,49 @@ def test_a_full_mailbox_is_said(desk: Desk) -> None:
     reply = desk.service(SetMode(mode="off"))
     assert isinstance(reply, ModeReply)
     assert (reply.mode, "mailbox is full" in reply.why) == ("on", True)
+
+
+def test_a_full_mailbox_is_obeyed_in_slices_and_in_order() -> None:
+    """The first call of an idle engine does not wait for all of it, and nothing is lost."""
+    desk = Desk(retain_default_s=2000)
+    for number in range(10):
+        desk.call(f"r{number}", num_blocks=1, session=f"s{number}", first=10 * number)
+    while desk.service(Signal(session="s9", kind="wait", expect_s=1.0)).accepted:  # type: ignore[union-attr]
+        pass
+    full = len(desk.extension.mailbox)
+    desk.extension.mailbox.commands.pop()
+    # Behind all of it: what is obeyed last stands.
+    desk.service(Signal(session="s0", kind="final"))
+    assert full > 10 * MOST_PER_STEP
+    obeyed = 0
+    while desk.extension.mailbox.commands:
+        before = len(desk.extension.mailbox)
+        assert desk.extension.table.knows("s0")
+        desk.extension.step_scheduled(step())
+        desk.flood(2)
+        desk.extension.step_processed()
+        obeyed = before - len(desk.extension.mailbox)
+        assert 0 < obeyed <= MOST_PER_STEP
+    assert not desk.extension.table.knows("s0")
+    assert desk.extension.table.knows("s9")
+
+
+def test_a_call_hears_what_was_said_of_its_session_before() -> None:
+    """Its session has ended and opens anew, however much is waiting in the mailbox."""
+    desk = Desk()
+    desk.call("r0", session="s", num_blocks=2)
+    desk.call("r1", session="t", num_blocks=2, first=50)
+    for _ in range(3 * MOST_PER_STEP):
+        desk.service(Signal(session="t", kind="wait", expect_s=1.0))
+    desk.service(Signal(session="s", kind="final"))
+    desk.service(Signal(session="t", kind="wait", expect_s=7.0))
+    desk.call("r2", session="s", num_blocks=3, request="call-1")
+    assert desk.record().reason == "new_session"
+    for _ in range(5):
+        desk.extension.step_scheduled(step())
+        desk.extension.step_processed()
+    assert not desk.extension.mailbox.commands
+    assert {each.key for each in desk.extension.kept_sessions()} == {"s", "t"}
 
 
 # --- harmless failure ------------------------------------------------------------------------

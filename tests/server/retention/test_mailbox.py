@@ -29,6 +29,15 @@ def test_commands_come_out_once_and_in_order() -> None:
     assert mailbox.drain() == []
 
 
+def test_what_is_left_for_later_comes_out_in_order() -> None:
+    """Who takes a part takes the oldest."""
+    mailbox = Mailbox()
+    sent = [HandedOver(bytes([number])) for number in range(5)]
+    for command in sent:
+        mailbox.post(command)
+    assert mailbox.drain(2) + mailbox.drain(0) + mailbox.drain(2) + mailbox.drain(2) == sent
+
+
 def test_a_full_mailbox_refuses_and_counts() -> None:
     """It is bounded: an engine that does not drain costs no memory."""
     mailbox = Mailbox(capacity=2)

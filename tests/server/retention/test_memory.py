@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.server.retention.support import admit, call, chain, finish, table, wanted
 from turncache_server.retention.lineages import KNOWN_POOLS
+from turncache_server.retention.registry import MOST_LOOKS
 
 
 def test_the_least_recently_used_session_is_forgotten() -> None:
@@ -54,6 +55,32 @@ def test_sessions_that_never_come_back_are_forgotten_once_they_want_nothing() ->
     assert wanted(lineages, 64) == set()
     call(lineages, "next", "x", retain_s=0)
     assert lineages.stats().sessions == 8
+
+
+def test_of_many_sessions_that_all_want_something_the_oldest_go_first() -> None:
+    """However many have to be looked at: whoever was used again is not among them."""
+    most = 2 * MOST_LOOKS + 100
+    lineages = table(num_blocks=4 * most, max_sessions=most)
+    for number in range(most):
+        call(lineages, f"s{number}", "a", first_block=number)
+    call(lineages, "s3", "ab", first_block=3)
+    for number in range(50):
+        call(lineages, f"t{number}", "a", first_block=2 * most + number)
+    forgotten = [number for number in range(most) if not lineages.knows(f"s{number}")]
+    assert forgotten == [number for number in range(51) if number != 3]
+
+
+def test_a_session_at_rest_is_found_behind_many_that_want_something() -> None:
+    """At the latest when the others have been looked at once."""
+    most = 2 * MOST_LOOKS + 100
+    lineages = table(num_blocks=4 * most, max_sessions=most)
+    for number in range(most - 1):
+        call(lineages, f"s{number}", "a", first_block=number)
+    call(lineages, "rests", "a", first_block=most, retain_s=0)
+    for number in range(3):
+        call(lineages, f"t{number}", "a", first_block=2 * most + number)
+    assert not lineages.knows("rests")
+    assert lineages.knows("s2")
 
 
 def test_remembered_hashes_are_bounded_in_pools() -> None:
