@@ -179,7 +179,8 @@ class PeerBook:
         reply = self._client.ask(address, question, PeekReply, timeout_s=self._ask_timeout_s)
         self._peek_s.append(time.monotonic() - asked_at_s)
         hello = self._records[name].hello
-        if hello is None or not hello.is_of(reply):
+        # Who gives nothing away at present names no start.
+        if reply.start_id and (hello is None or not hello.is_of(reply)):
             self._greet(name)
         return reply
 

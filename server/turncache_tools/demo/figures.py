@@ -17,8 +17,7 @@ __all__ = ["Earned", "Figure", "all_figures", "earned", "exact", "least_ratios"]
 
 #: Least ratio of TTFT at the last call of the whole task, off over on.
 LEAST_RATIO: Final = {Scene.SINGLE: 4.0, Scene.PAIR: 5.0}
-#: Texts of less than this part of their length have less to save, while what every call costs
-#: besides stays: less is asked of them, in proportion.
+#: Texts of less than this part of their length have less to save: less is asked of them.
 _LEAST_SCALE: Final = 0.7
 
 
@@ -41,9 +40,13 @@ def _at_least(name: str, unit: str, value: float, limit: float, **more: Any) -> 
 
 
 def least_ratios(sizes: Mapping[Scene, Sizes]) -> dict[Scene, float]:
-    """Return what TTFT must gain at the sizes that were chosen, off over on."""
+    """Return what TTFT must gain at the sizes that were chosen, off over on.
+
+    Below ``_LEAST_SCALE`` by the square: a shorter text costs off less, and what every call costs
+    anyway (legs, the rest of a block, a step) is a larger part of what is left.
+    """
     return {
-        scene: LEAST_RATIO[scene] * min(1.0, chosen.scale / _LEAST_SCALE)
+        scene: LEAST_RATIO[scene] * min(1.0, chosen.scale / _LEAST_SCALE) ** 2
         for scene, chosen in sizes.items()
     }
 

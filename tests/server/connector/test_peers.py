@@ -276,6 +276,18 @@ def test_a_peer_that_cannot_be_greeted_any_more_answers_all_the_same(
     assert record.state is PeerState.GONE
 
 
+def test_a_peer_that_gives_nothing_away_is_not_greeted_for_it(
+    serve: Callable[..., ControlServer], book: Callable[..., PeerBook]
+) -> None:
+    """In mode off it answers every peek like that: a hello each time would change nothing."""
+    engine = Engine()
+    peers = book({"decode-0": serve(engine).address})
+    peer = until(peers, "decode-0", PeerState.COMPATIBLE, hurry=False)
+    engine.start_id, engine.generation, engine.refuses_hellos = "", 0, True
+    assert peers.peek(peer, "s", [b"a"]).result(10).start_id == ""
+    assert peers.get("decode-0") == peer
+
+
 def test_closing_waits_for_questions_in_flight(
     serve: Callable[..., ControlServer],
 ) -> None:

@@ -35,7 +35,7 @@ def test_short_texts_need_not_gain_what_whole_ones_must() -> None:
     assert full == {Scene.SINGLE: 4.0, Scene.PAIR: 5.0}
     assert least_ratios(dict.fromkeys(Scene, FULL.scaled(0.7))) == full
     half = least_ratios({Scene.PAIR: FULL.scaled(0.35)})
-    assert half == {Scene.PAIR: pytest.approx(2.5)}
+    assert half == {Scene.PAIR: pytest.approx(1.25)}
 
 
 def test_a_good_demo_has_no_failed_figure() -> None:
