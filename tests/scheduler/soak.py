@@ -152,6 +152,11 @@ class Soak:
             )
             for name in NAMES
         ]
+        # A source that is found to have been reset is greeted in time, or not.
+        greets = random.Random(f"greets {seed}").random() < 0.8
+        for engine in self.engines:
+            assert engine.peers is not None
+            engine.peers.greets = greets
         first, second = (len(engine.workers) for engine in self.engines)
         if first != second:
             # vLLM's own notices of unequal sizes are not on this wire.

@@ -82,7 +82,10 @@ async def test_a_second_signal_ends_the_drain() -> None:
     engine = FakeEngine()
     engine.scripts = [Script(pause_after=2)]
     async with fake_engines(engine):
-        process, client = await started(engine, "sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh")
+        # Under nohup a hang-up is ignored, and by whoever is started there.
+        hears = ("env", "--default-signal=HUP")
+        few = ("sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh")
+        process, client = await started(engine, *hears, *few)
         soft, hard = files_of(process.pid)
         assert soft == hard != "256"
         body = {"model": "fake", "messages": MESSAGES, "stream": True}
