@@ -2,7 +2,8 @@
 
 Owner of how many commands a step has obeyed. A mailbox can fill while an engine is idle, and the
 first call after that must not wait for all of it: what is too much for one step stays, in its
-order, for the next ones.
+order, for the next ones. Only a switch of the mode is obeyed in the step that finds it, with what
+was posted before it: whoever switches off does not wait for a backlog.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from turncache_server.retention.mailbox import Command, Mailbox, Signalled
+from turncache_server.retention.mailbox import Command, Mailbox, Signalled, SwitchMode
 
 #: Commands that one step obeys: a few milliseconds. A full mailbox takes thirty-two steps.
 MOST_PER_STEP: Final = 512
@@ -38,6 +39,9 @@ class Orders:
     def step(self) -> None:
         """Obey in a new step."""
         self._left = MOST_PER_STEP
+        if len(self.waiting) > MOST_PER_STEP:
+            switched = self._last(lambda command: isinstance(command, SwitchMode))
+            self._left = max(MOST_PER_STEP, switched)
         self.obey()
 
     def obey(self) -> None:
@@ -46,11 +50,12 @@ class Orders:
 
     def obey_for(self, session: str) -> None:
         """Obey whatever was said of a session, and before: its next call is about to be let in."""
-        last = 0
-        for number, command in enumerate(self.waiting.copy(), 1):
-            if isinstance(command, Signalled) and command.session == session:
-                last = number
-        self._take(last)
+        self._take(self._last(lambda said: isinstance(said, Signalled) and said.session == session))
+
+    def _last(self, meant: Callable[[Command], bool]) -> int:
+        """Return how many commands wait up to the last one that is meant, 0 without one."""
+        numbers = (number for number, said in enumerate(self.waiting.copy(), 1) if meant(said))
+        return max(numbers, default=0)
 
     def _take(self, most: int) -> None:
         commands = self._mailbox.drain(most)

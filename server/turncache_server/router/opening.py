@@ -130,6 +130,7 @@ class Opening:
         self._tokens = call.body.likely_tokens
         self._source: EngineView | None = None
         self._ready: tuple[str, bytes] | None = None
+        self._promised = False  # by the body that was made last
         self.engine_s = 0.0
         self.held_back_s = 0.0
         self.prefill_s: float | None = None
@@ -248,6 +249,9 @@ class Opening:
         assert source is not None, "its prefill leg has been answered"
         address = self._repeatable_at(engine)
         if address is None:
+            if self._promised:
+                # The engine has fallen silent since: nobody would watch for what it is promised.
+                self._ready = None
             return await self._serve(engine, "decode", source.engine_id)
         others = [each for each in self._plan.prefill if each is not source]
         self._watch = self._services.repeats.watch(
@@ -379,7 +383,8 @@ class Opening:
     def _serving_body(self, kind: str, source: str | None) -> bytes:
         call, config = self._call, self._services.config
         hints = self._hints(kind, source=source, retain_s=call.tags.retain_s)
-        if kind == "decode" and all(map(self._repeatable_at, self._plan.serve)):
+        self._promised = kind == "decode" and all(map(self._repeatable_at, self._plan.serve))
+        if self._promised:
             hints = replace(
                 hints, repeat_s=config.repeat_prefill_s, repeat_above=config.decode_tokens
             )

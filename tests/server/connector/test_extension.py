@@ -603,6 +603,20 @@ def test_a_full_mailbox_is_obeyed_in_slices_and_in_order() -> None:
     assert desk.extension.table.knows("s9")
 
 
+def test_a_switch_of_the_mode_waits_for_no_backlog() -> None:
+    """It is obeyed in the step that finds it, after all that was posted before it."""
+    desk = Desk()
+    desk.call("r0", session="s", num_blocks=2)
+    for _ in range(3 * MOST_PER_STEP):
+        desk.service(Signal(session="s", kind="wait", expect_s=1.0))
+    asked = desk.service(SetMode())
+    assert isinstance(asked, ModeReply)
+    desk.service(SetMode(mode="off", ticket=asked.ticket))
+    assert len(desk.extension.mailbox) > 3 * MOST_PER_STEP
+    desk.extension.step_scheduled(step())
+    assert not desk.extension.acting
+
+
 def test_a_call_hears_what_was_said_of_its_session_before() -> None:
     """Its session has ended and opens anew, however much is waiting in the mailbox."""
     desk = Desk()
