@@ -249,12 +249,7 @@ class PeerBook:
             )
         if record.state is not PeerState.COMPATIBLE:
             logger.info("turncache: peer %s is compatible (%s)", record.name, reply.engine_id)
-        return Peer(
-            name=record.name,
-            control_address=record.control_address,
-            state=PeerState.COMPATIBLE,
-            hello=reply,
-        )
+        return replace(record, state=PeerState.COMPATIBLE, why="", hello=reply)
 
     def _namesake(self, name: str, engine_id: str) -> str | None:
         """Return who else has a peer's NIXL id, None when nobody has."""
@@ -281,10 +276,4 @@ class PeerBook:
                 record.name,
                 why,
             )
-        return Peer(
-            name=record.name,
-            control_address=record.control_address,
-            state=PeerState.INCOMPATIBLE,
-            why=why,
-            hello=hello,
-        )
+        return replace(record, state=PeerState.INCOMPATIBLE, why=why, hello=hello)

@@ -129,8 +129,8 @@ class Opening:
         self._held: bytes | None = None
         self._tokens = call.body.likely_tokens
         self._source: EngineView | None = None
-        self._ready: tuple[str, bytes] | None = None
-        self._promised = False  # by the body that was made last
+        # Of which source and promise it is, and the body.
+        self._ready: tuple[tuple[str, bool], bytes] | None = None
         self.engine_s = 0.0
         self.held_back_s = 0.0
         self.prefill_s: float | None = None
@@ -249,9 +249,6 @@ class Opening:
         assert source is not None, "its prefill leg has been answered"
         address = self._repeatable_at(engine)
         if address is None:
-            if self._promised:
-                # The engine has fallen silent since: nobody would watch for what it is promised.
-                self._ready = None
             return await self._serve(engine, "decode", source.engine_id)
         others = [each for each in self._plan.prefill if each is not source]
         self._watch = self._services.repeats.watch(
@@ -344,10 +341,12 @@ class Opening:
     async def _serve(self, engine: EngineView, kind: str, source: str | None) -> Opened:
         """Run the serving leg up to the first byte of its answer."""
         ready, self._ready = self._ready, None
-        if ready is not None and ready[0] == source:
+        promised = kind == "decode" and self._may_promise
+        # An engine that has fallen silent since would wait for what nobody watches for.
+        if ready is not None and ready[0] == (source, promised):
             body = ready[1]
         else:
-            body = self._serving_body(kind, source)
+            body = self._serving_body(kind, source, promised=promised)
         if source is not None:
             self._handed_to(engine)
         leg = await self._post(engine, kind[0], body)
@@ -378,13 +377,19 @@ class Opening:
     def _get_ready(self, source: str) -> None:
         """Make the body of the decode leg, while prefill works."""
         if self.prefill_s is None:
-            self._ready = source, self._serving_body("decode", source)
+            promised = self._may_promise
+            body = self._serving_body("decode", source, promised=promised)
+            self._ready = (source, promised), body
 
-    def _serving_body(self, kind: str, source: str | None) -> bytes:
+    @property
+    def _may_promise(self) -> bool:
+        """Whether whatever decode engine gets the call names it when its prompt is lost."""
+        return all(map(self._repeatable_at, self._plan.serve))
+
+    def _serving_body(self, kind: str, source: str | None, *, promised: bool) -> bytes:
         call, config = self._call, self._services.config
         hints = self._hints(kind, source=source, retain_s=call.tags.retain_s)
-        self._promised = kind == "decode" and all(map(self._repeatable_at, self._plan.serve))
-        if self._promised:
+        if promised:
             hints = replace(
                 hints, repeat_s=config.repeat_prefill_s, repeat_above=config.decode_tokens
             )

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from turncache.errors import EngineFault, EngineRefusal
@@ -216,16 +217,13 @@ class Repeats:
         since_s = asyncio.get_running_loop().time()
         leg = Watched(request=request, prefill=prefill, room=room, repeat=repeat, since_s=since_s)
         legs.by_request[request] = leg
+        self._ask_soon(legs)
+        return Watch(legs.by_request, leg, partial(self._ask_soon, legs))
+
+    def _ask_soon(self, legs: _Legs) -> None:
         legs.pause_s = self._config.repeat_after_s
         if not legs.asking:
             self._ask_within(legs, legs.pause_s)
-
-        def look_soon() -> None:
-            legs.pause_s = self._config.repeat_after_s
-            if not legs.asking:
-                self._ask_within(legs, legs.pause_s)
-
-        return Watch(legs.by_request, leg, look_soon)
 
     def _ask_within(self, legs: _Legs, delay_s: float) -> None:
         loop = asyncio.get_running_loop()

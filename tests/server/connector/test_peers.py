@@ -97,6 +97,15 @@ def until(book: PeerBook, name: str, state: PeerState, *, hurry: bool = True) ->
     return record
 
 
+def met(
+    serve: Callable[..., ControlServer], book: Callable[..., PeerBook]
+) -> tuple[Engine, PeerBook, Peer]:
+    """Return a peer that was found compatible, and who knows it."""
+    engine = Engine()
+    peers = book({"decode-0": serve(engine).address})
+    return engine, peers, until(peers, "decode-0", PeerState.COMPATIBLE, hurry=False)
+
+
 def nobody() -> str:
     """Return an address where nothing listens."""
     server = ControlServer("tcp://127.0.0.1:0", Engine())
@@ -244,9 +253,7 @@ def test_a_peer_that_was_reset_is_greeted_before_its_answer_is_given(
     differs: bool, serve: Callable[..., ControlServer], book: Callable[..., PeerBook]
 ) -> None:
     """Its record fits the answer by then, or says why nothing may be pulled any more."""
-    engine = Engine()
-    peers = book({"decode-0": serve(engine).address})
-    peer = until(peers, "decode-0", PeerState.COMPATIBLE, hurry=False)
+    engine, peers, peer = met(serve, book)
     for generation in (1, 2, 3):
         engine.generation = generation
         if differs and generation == 3:
@@ -266,9 +273,7 @@ def test_a_peer_that_cannot_be_greeted_any_more_answers_all_the_same(
     serve: Callable[..., ControlServer], book: Callable[..., PeerBook]
 ) -> None:
     """The reader sees by the record that the answer is not to be used."""
-    engine = Engine()
-    peers = book({"decode-0": serve(engine).address})
-    peer = until(peers, "decode-0", PeerState.COMPATIBLE, hurry=False)
+    engine, peers, peer = met(serve, book)
     engine.generation, engine.refuses_hellos = 2, True
     assert peers.peek(peer, "s", [b"a"]).result(10).generation == 2
     record = peers.get("decode-0")
@@ -280,9 +285,7 @@ def test_a_peer_that_gives_nothing_away_is_not_greeted_for_it(
     serve: Callable[..., ControlServer], book: Callable[..., PeerBook]
 ) -> None:
     """In mode off it answers every peek like that: a hello each time would change nothing."""
-    engine = Engine()
-    peers = book({"decode-0": serve(engine).address})
-    peer = until(peers, "decode-0", PeerState.COMPATIBLE, hurry=False)
+    engine, peers, peer = met(serve, book)
     engine.start_id, engine.generation, engine.refuses_hellos = "", 0, True
     assert peers.peek(peer, "s", [b"a"]).result(10).start_id == ""
     assert peers.get("decode-0") == peer

@@ -29,6 +29,20 @@ def like_no_other(number: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"{number:03}. Something else altogether. " * 3}]
 
 
+async def losing_all(
+    running: Bench, prefill: FakeEngine, decode: FakeEngine, num_calls: int
+) -> tuple[list[asyncio.Task[Any]], asyncio.Semaphore]:
+    """Begin calls whose prompts are all lost; return them, and what lets decode look for one."""
+    prefill.loses = num_calls
+    decode.turns = turns = asyncio.Semaphore(0)
+    calls = [
+        asyncio.create_task(running.chat(session=f"s{number}", messages=like_no_other(number)))
+        for number in range(num_calls)
+    ]
+    await running.eventually(lambda: len(decode.seen), lambda seen: seen == num_calls)
+    return calls, turns
+
+
 async def repeats(running: Bench) -> dict[str, float]:
     """Return how the repeats have ended."""
     metric = "turncache_router_repeated_prefills_total"
@@ -231,6 +245,33 @@ async def test_an_engine_that_could_not_be_asked_is_promised_nothing() -> None:
         assert (await call).status_code == 200
 
 
+async def test_what_an_engine_was_to_be_promised_is_not_when_it_falls_silent_meanwhile() -> None:
+    """Its body was ready while prefill worked; a call that nobody watches is not to wait."""
+    async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **HURRY) as running:
+        decode.scripts.append(slow := Script(until=asyncio.Event()))
+        first = asyncio.create_task(running.chat(session="first", stream=True))
+        await slow.arrived.wait()
+        prefill.scripts.append(held := Script(until=asyncio.Event()))
+        second = asyncio.create_task(running.chat(session="second", messages=like_no_other(2)))
+        await held.arrived.wait()
+        decode.updated = False
+
+        async def promised() -> bool:
+            await running.chat(session="other")
+            return "tc_repeat_s" in decode.seen[-1].xargs
+
+        await running.eventually(promised, lambda found: not found)
+        assert held.until is not None
+        held.until.set()
+        assert (await second).status_code == 200
+        leg = decode.seen[-1]
+        assert leg.xargs["tc_session"] != decode.seen[-2].xargs["tc_session"]
+        assert "tc_repeat_s" not in leg.xargs
+        assert slow.until is not None
+        slow.until.set()
+        assert (await first).status_code == 200
+
+
 async def test_a_repeat_takes_no_longer_than_decode_waits() -> None:
     """An engine that hangs is left while decode computes the prompt itself."""
     settings = {**HURRY, "repeat_prefill_s": 0.05}
@@ -252,13 +293,8 @@ async def test_an_engine_repeats_so_many_legs_at_once_and_no_more() -> None:
         fake_pair() as ([prefill], [decode]),
         bench(prefill, decode, handover_share=0.0, **HURRY) as running,
     ):
-        prefill.loses = num_calls
-        decode.turns = turns = asyncio.Semaphore(0)
-        calls = [
-            asyncio.create_task(running.chat(session=f"s{number}", messages=like_no_other(number)))
-            for number in range(num_calls)
-        ]
-        await running.eventually(lambda: len(decode.seen), lambda seen: seen == num_calls)
+        calls, turns = await losing_all(running, prefill, decode, num_calls)
+        prefill.max_active = 0
         prefill.default = held = Script(until=asyncio.Event())
         for _ in calls:
             turns.release()
@@ -266,37 +302,59 @@ async def test_an_engine_repeats_so_many_legs_at_once_and_no_more() -> None:
         assert len(decode.lacking) == num_calls
         await asyncio.sleep(0.05)
         assert len(prefill.seen) == num_calls + MAX_AT_ONCE
+        assert prefill.max_active == MAX_AT_ONCE
         assert held.until is not None
         held.until.set()
         assert [answer.status_code for answer in await asyncio.gather(*calls)] == [200] * num_calls
-        assert prefill.max_active <= max(num_calls, MAX_AT_ONCE)
         assert await repeats(running) == {"done": num_calls}
 
 
+async def test_who_waits_for_a_turn_waits_no_longer_than_its_client() -> None:
+    """No leg is sent for it, and those that are sent are answered."""
+    num_calls = MAX_AT_ONCE + 2
+    async with (
+        fake_pair() as ([prefill], [decode]),
+        bench(prefill, decode, handover_share=0.0, **HURRY) as running,
+    ):
+        calls, turns = await losing_all(running, prefill, decode, num_calls)
+        prefill.default = held = Script(until=asyncio.Event())
+        for _ in calls:
+            turns.release()
+        await running.eventually(lambda: prefill.num_active, lambda now: now == MAX_AT_ONCE)
+        begun = [leg.body["messages"] for leg in prefill.seen[num_calls:]]
+        waiting = [call for n, call in enumerate(calls) if like_no_other(n) not in begun]
+        assert len(waiting) == num_calls - MAX_AT_ONCE
+        for call in waiting:
+            call.cancel()
+        left = {"left": len(waiting)}
+        await running.eventually(lambda: repeats(running), lambda ended: ended == left)
+        assert held.until is not None
+        held.until.set()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        codes = [each.status_code for each in answers if not isinstance(each, BaseException)]
+        assert codes == [200] * MAX_AT_ONCE
+        assert len(prefill.seen) == num_calls + MAX_AT_ONCE
+        assert await repeats(running) == {"done": MAX_AT_ONCE, **left}
+
+
 async def test_who_waits_for_a_turn_waits_no_longer_than_decode() -> None:
-    """And no longer than its client: no leg is sent for it, and nobody behind it waits in vain."""
+    """No leg is sent for who is late; whoever is let in by one that has ended may send one."""
     num_calls = MAX_AT_ONCE + 2
     settings = {**HURRY, "handover_share": 0.0, "repeat_prefill_s": 0.5}
     async with fake_pair() as ([prefill], [decode]), bench(prefill, decode, **settings) as running:
-        prefill.loses = num_calls
-        decode.turns = turns = asyncio.Semaphore(0)
-        calls = [
-            asyncio.create_task(running.chat(session=f"s{number}", messages=like_no_other(number)))
-            for number in range(num_calls)
-        ]
-        await running.eventually(lambda: len(decode.seen), lambda seen: seen == num_calls)
+        calls, turns = await losing_all(running, prefill, decode, num_calls)
         prefill.default = Script(until=asyncio.Event())
         for _ in calls:
             turns.release()
         answers = await asyncio.gather(*calls)
         assert [answer.status_code for answer in answers] == [200] * num_calls
-        assert len(prefill.seen) == num_calls + MAX_AT_ONCE
         # Decode has waited since before the router heard of it: its answer may end a repeat first.
         ends = await repeats(running)
         assert sum(ends.values()) == num_calls
         assert set(ends) <= {"failed", "late", "left"}
         late = [event for event in running.of_kind(PrefillRepeated) if event.result == "late"]
         assert len(late) <= num_calls - MAX_AT_ONCE
+        assert MAX_AT_ONCE <= len(prefill.seen) - num_calls <= num_calls - len(late)
 
 
 async def test_an_engine_that_is_silent_for_a_moment_repeats_all_the_same() -> None:
