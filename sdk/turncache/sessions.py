@@ -225,7 +225,8 @@ class Session:
         """Tell the server that nothing follows, so that it may forget this session's KV first.
 
         In the background, like :meth:`wait`; what is still unsent when the process exits
-        gets a second. A call that follows after all is served as any other.
+        gets a second, and when its client is closed it is lost: :meth:`aend` waits for it.
+        A call that follows after all is served as any other.
         """
         notices.NOTIFIER.say(self, Notice.FINAL)
 

@@ -5,6 +5,7 @@ Asks the server itself, with a handful of small calls: nothing is assumed of its
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -78,7 +79,8 @@ def _look_at_reuse(client: turncache.OpenAI, model: str) -> Iterator[Finding]:
     ask = own.chat.completions.with_raw_response.create
     raw = [ask(model=model, messages=messages, max_tokens=1) for _ in range(2)][-1]
     outcome = turncache.outcome(raw.parse())
-    session.end()
+    # Until it is said: the client is about to be closed, and would take a call under way along.
+    asyncio.run(session.aend())
     yield _who_says(outcome, speaks=CALL_HEADER in raw.headers)
     record = session.calls[-1]
     if outcome is None and record.local is None:
