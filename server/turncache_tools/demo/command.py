@@ -26,7 +26,7 @@ from turncache_tools.demo.leftovers import MARKER, Leftovers, Traces
 from turncache_tools.demo.machine import commit, host_facts, num_cores, probed_speed
 from turncache_tools.demo.page import page
 from turncache_tools.demo.report import Report
-from turncache_tools.demo.rigs import MODEL, StackStarter, Starter
+from turncache_tools.demo.rigs import MODEL, NUM_ENGINES, Engines, StackStarter, Starter
 from turncache_tools.demo.screen import Screen, consoles
 from turncache_tools.demo.show import Show, Shown
 from turncache_tools.demo.sizes import FULL, PAIR_ALONE, QUICK, WHOLE, Sizes, Speed, choose
@@ -34,13 +34,10 @@ from turncache_tools.options import with_options
 from turncache_tools.outputs import AsJson
 from turncache_tools.shell import progress, run_verb
 
-_FULL_MINUTES: Final = 9.0
+_FULL_MINUTES: Final = 10.0
 _QUICK_MINUTES: Final = 3.0
 #: One engine on two cores, side by side with others, before one has been started here.
 _GUESSED_START_S: Final = 27.0
-#: Engines of the whole demo (one, three stock, a pair), and of the quick one.
-_NUM_ENGINES: Final = 6
-_NUM_ENGINES_QUICK: Final = 2
 #: A demo was seen to take a twentieth longer than estimated.
 _ESTIMATE_SHARE: Final = 0.94
 _LOGS: Final = Path("build", "demo-logs")
@@ -67,7 +64,8 @@ def demo_options(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="5 calls, shorter texts, our pair only: off is the extension off."
+            "--quick",
+            help="5 calls, shorter texts, our pair only, one arm after another.",
         ),
     ] = False,
     full: Annotated[
@@ -125,8 +123,8 @@ def main(arguments: Sequence[str], *, demo: Callable[[Options], int] | None = No
     def perform(options: Options) -> None:
         """Let an agent work on real engines while other sessions flood the caches.
 
-        First on one engine, then on a prefill and decode pair, each with and without turncache.
-        Then the document in its history is exchanged.
+        First on one engine, then on a prefill and decode pair, each with and without turncache,
+        in turns, call by call. Then the document in its history is exchanged.
         """
         with _ending_on_sigterm():
             raise typer.Exit((demo or run)(options))
@@ -197,6 +195,7 @@ def run(
 
 def _sizes(options: Options, probe: Callable[[], Speed]) -> Sizes:
     asked = QUICK if options.quick else FULL
+    started = [Engines.PAIR] if options.quick else list(Engines)
     if options.full:
         return asked
     chosen = choose(
@@ -204,7 +203,7 @@ def _sizes(options: Options, probe: Callable[[], Speed]) -> Sizes:
         probe(),
         num_cores=num_cores(),
         num_runs=options.num_runs,
-        start_s=_GUESSED_START_S * (_NUM_ENGINES_QUICK if options.quick else _NUM_ENGINES),
+        start_s=_GUESSED_START_S * sum(NUM_ENGINES[kind] for kind in started),
         limit_s=_ESTIMATE_SHARE * 60 * options.minutes,
         arms=PAIR_ALONE if options.quick else WHOLE,
     )
@@ -268,6 +267,7 @@ def _report(options: Options, shown: Shown, left: Leftovers, *, seconds: float) 
         model=MODEL,
         num_runs=options.num_runs,
         sizes=shown.sizes,
+        groups=shown.groups,
         seconds=seconds,
         act_seconds=shown.act_seconds,
         rows=tuple(shown.rows),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -70,25 +70,24 @@ class Reusable:
     """What of a prompt exists as KV somewhere, in tokens.
 
     Attributes:
-        with_answer: shared with the previous prompt and its answer; KV of the answer's
-            last token was never computed.
-        without_answer: shared with the previous prompt alone, all that prefill has seen.
+        with_answer: shared with an earlier prompt and its answer; KV of the answer's last token
+            was never computed.
+        without_answer: shared with an earlier prompt alone, all that prefill has seen.
     """
 
     with_answer: int = 0
     without_answer: int = 0
 
 
-def reusable(previous: Answer | None, prompt_ids: Sequence[int]) -> Reusable:
+def reusable(earlier: Iterable[Answer], prompt_ids: Sequence[int]) -> Reusable:
     """Return what of ``prompt_ids`` earlier calls have left.
 
     Every call computes at least the last token of its prompt.
     """
-    if previous is None:
-        return Reusable()
     most = len(prompt_ids) - 1
-    chain = previous.prompt_ids + previous.token_ids[:-1]
-    return Reusable(
-        with_answer=min(common_prefix(chain, prompt_ids), most),
-        without_answer=min(common_prefix(previous.prompt_ids, prompt_ids), most),
-    )
+    with_answer = without_answer = 0
+    for each in earlier:
+        chain = each.prompt_ids + each.token_ids[:-1]
+        with_answer = max(with_answer, common_prefix(chain, prompt_ids))
+        without_answer = max(without_answer, common_prefix(each.prompt_ids, prompt_ids))
+    return Reusable(with_answer=min(with_answer, most), without_answer=min(without_answer, most))

@@ -124,7 +124,9 @@ def _scene_figures(rows: Sequence[CallRow], scene: Scene, least: float | None) -
 
 def _mean_per_run(rows: Sequence[CallRow], name: str) -> float:
     runs = {row.run for row in rows}
-    return float(sum(getattr(row, name) for row in rows if row.call > 1)) / max(1, len(runs))
+    # The task has its last call once, however often that is timed.
+    counted = [row for row in rows if row.call > 1 and row.take == 1]
+    return float(sum(getattr(row, name) for row in counted)) / max(1, len(runs))
 
 
 def _excess(name: str, rows: Sequence[CallRow], *, after_answer: bool) -> Figure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from turncache_tools.demo.script import FIRST_QUESTION, SYSTEM, TASK, Step
@@ -37,6 +37,10 @@ class Material:
     def brings(self, call: int) -> str:
         """Say in one line what call ``call`` (from 1) brings to the model."""
         return "the task and the first files" if call == 1 else self.steps[call - 2].shown
+
+    def ending(self, step: Step, result: str) -> Material:
+        """Return the same material with another last use of a tool."""
+        return replace(self, steps=(*self.steps[:-1], step), results=(*self.results[:-1], result))
 
 
 def messages_of(material: Material, answers: Sequence[str]) -> list[Message]:

@@ -16,6 +16,7 @@ from turncache_tools.demo.report import (
     load_line,
     missed_line,
     scale_line,
+    takes_line,
 )
 from turncache_tools.demo.rows import Scene
 
@@ -98,6 +99,7 @@ def page(report: Report) -> str:
     pair = report.figure("pair_return_ttft_last_call")
     num_calls = len(next(iter(curves(report, Scene.PAIR).values())))
     runs = "" if report.num_runs == 1 else f", medians of {report.num_runs} runs"
+    turns = ", off and on in turns" if report.in_turns else ""
     failed = [figure.figure for figure in report.figures if not figure.ok]
     return _PAGE.substitute(
         title=escape(
@@ -106,7 +108,7 @@ def page(report: Report) -> str:
         ),
         subtitle=escape(
             f"An agent's {num_calls} calls. While its tools run, for a short or a long time, other "
-            f"sessions flood the caches. Time to first token in seconds{runs}."
+            f"sessions flood the caches. Time to first token in seconds{runs}{turns}."
         ),
         failed=f'<p class="failed">Failed: {escape(", ".join(failed))}</p>' if failed else "",
         charts="\n".join(_chart(report, scene) for scene in report.scenes),
@@ -117,7 +119,9 @@ def page(report: Report) -> str:
         ),
         answers=_answers(report),
         footer=" ".join(
-            escape(line) for line in (hardware_line(report), scale_line(report)) if line
+            escape(line)
+            for line in (takes_line(report), hardware_line(report), scale_line(report))
+            if line
         ),
     )
 

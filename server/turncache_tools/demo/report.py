@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from turncache_tools.demo.edited import LastAct
 from turncache_tools.demo.figures import Figure, earned, exact
 from turncache_tools.demo.rows import ARMS, Arm, CallRow, Scene, arm_name, rows_of, ttft_by_call
 from turncache_tools.demo.sizes import Sizes
 from turncache_tools.figure import SCHEMA
+
+_SCENE_NAMES: Final = {Scene.SINGLE: "One engine", Scene.PAIR: "Pair"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class Report:
         commit: of this checkout, with ``+`` when it had changes.
         model: name of the model.
         sizes: per scene, as they ran.
+        groups: the arms of each scene; those of one group took turns, groups followed each other.
         seconds: from the start of the demo to the end of its last stack.
         act_seconds: the same by act.
     """
@@ -31,6 +34,7 @@ class Report:
     model: str
     num_runs: int
     sizes: Mapping[Scene, Sizes]
+    groups: Mapping[Scene, Sequence[Sequence[Arm]]]
     seconds: float
     act_seconds: Mapping[str, float]
     rows: tuple[CallRow, ...]
@@ -46,6 +50,11 @@ class Report:
     def stock(self) -> bool:
         """Stock engines ran as well."""
         return self.last_act.stock is not None
+
+    @property
+    def in_turns(self) -> bool:
+        """What is compared took turns, instead of running one after another."""
+        return any(len(group) > 1 for groups in self.groups.values() for group in groups)
 
     def arm_name(self, scene: Scene, arm: Arm) -> str:
         """Return an arm's name for people."""
@@ -72,6 +81,10 @@ class Report:
             "model": self.model,
             "num_runs": self.num_runs,
             "sizes": {scene.value: asdict(sizes) for scene, sizes in self.sizes.items()},
+            "in_turns": {
+                scene.value: [[arm.value for arm in group] for group in groups]
+                for scene, groups in self.groups.items()
+            },
             "seconds": self.seconds,
             "act_seconds": dict(self.act_seconds),
             "arms": [row.to_dict() for row in self.rows],
@@ -106,6 +119,39 @@ def scale_line(report: Report) -> str | None:
     return (
         f"This machine is too slow for the full lengths in the time promised: texts have "
         f"{scale:.0%} of them. --full runs the full lengths, --minutes gives more time."
+    )
+
+
+def order_lines(report: Report) -> list[str]:
+    """Say how the arms of each scene followed each other."""
+    lines = [_order_line(report, scene) for scene in report.scenes]
+    return [*lines, *filter(None, (takes_line(report),))]
+
+
+def _order_line(report: Report, scene: Scene) -> str:
+    groups = report.groups[scene]
+    first, *then = (" and ".join(report.arm_name(scene, arm) for arm in group) for group in groups)
+    name = _SCENE_NAMES[scene]
+    if all(len(group) == 1 for group in groups):
+        return (
+            f"{name}: {', '.join((first, *then))}, one after another on the same engines. What the "
+            "machine's speed did meanwhile is in the ratios, which only inform."
+        )
+    alone = "".join(f" By itself: {each}." for each in then)
+    return (
+        f"{name}: {first} in turns, call by call, each on engines of its own. What the machine's "
+        f"speed did meanwhile is in both.{alone}"
+    )
+
+
+def takes_line(report: Report) -> str | None:
+    """Say that the last call was made several times, None when it was not."""
+    last = max(report.rows, key=lambda row: row.take)
+    if last.take == 1:
+        return None
+    return (
+        f"{_SCENE_NAMES[last.scene]}: the last call in turns was made {last.take} times, each with "
+        "another result of its tool; its time is their median."
     )
 
 

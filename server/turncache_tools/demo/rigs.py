@@ -42,12 +42,21 @@ class Engines(enum.StrEnum):
     """What the demo starts."""
 
     SINGLE = "single"
+    SINGLE_OFF = "single-off"
     PAIR = "pair"
     STOCK = "stock"
 
 
+#: How many engines each of them is.
+NUM_ENGINES: Final[Mapping[Engines, int]] = {
+    Engines.SINGLE: 1,
+    Engines.SINGLE_OFF: 1,
+    Engines.PAIR: 2,
+    Engines.STOCK: 3,
+}
 _KINDS: Final[Mapping[Engines, Kind]] = {
     Engines.SINGLE: "turncache",
+    Engines.SINGLE_OFF: "turncache",
     Engines.PAIR: "turncache",
     Engines.STOCK: "nixl-bidirectional",
 }
@@ -66,6 +75,10 @@ class Rig(Protocol):
     @property
     def returning(self) -> Returning | None:
         """How calls reach stock engines that return KV unchecked, None without such."""
+
+    @property
+    def ours(self) -> bool:
+        """The engines have our extension, which can be switched."""
 
     def prompt_tokens(self) -> PromptTokens:
         """Read vLLM's counters on the engine that does the prefill."""
@@ -106,6 +119,11 @@ class StackRig:
             plain, returning = (e.url for e in stack.engines if e.side == "decode")
             self.caller = StockPairCaller(self._prefill.url, plain, stack.model)
             self.returning = StockPairCaller(self._prefill.url, returning, stack.model)
+
+    @property
+    def ours(self) -> bool:
+        """The engines have our extension."""
+        return self.stack.spec.kind == "turncache"
 
     def prompt_tokens(self) -> PromptTokens:
         """Read vLLM's counters."""
@@ -185,14 +203,14 @@ class Starter(Protocol):
 def stack_spec(engines: Engines, sizes: Sizes, *, python: str, log_dir: Path) -> StackSpec:
     """Return what the demo starts: small pools of equal size, float32."""
     kind = _KINDS[engines]
-    pair = engines is not Engines.SINGLE
+    pair = NUM_ENGINES[engines] > 1
     sides = ("prefill", "decode") if pair else ("single",)
     ours = kind == "turncache"
     return StackSpec(
         model=MODEL,
         kind=kind,
         prefill=int(pair),
-        decode=0 if not pair else 1 if ours else 2,
+        decode=NUM_ENGINES[engines] - 1,
         stock_returns=() if ours else _STOCK_RETURNS,
         router_port=0,
         dtype="float32",

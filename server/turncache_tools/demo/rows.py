@@ -54,6 +54,7 @@ class CallRow:
     Attributes:
         run: repetition of the arm, from 1.
         call: number of the call, from 1.
+        take: from 1; of the last call there may be several, each with another result of its tool.
         brings: what is new in its prompt, in words.
         ttft_ms: to the first text at the client.
         total_ms: to the end of the answer.
@@ -79,6 +80,7 @@ class CallRow:
     arm: Arm
     run: int
     call: int
+    take: int
     brings: str
     ttft_ms: float
     total_ms: float
@@ -120,6 +122,6 @@ def rows_of(
 
 
 def ttft_by_call(rows: Sequence[CallRow]) -> list[float]:
-    """Return the median TTFT of every call over the runs, in ms, calls in order."""
+    """Return the median TTFT of every call over runs and takes, in ms, calls in order."""
     calls = sorted({row.call for row in rows})
     return [median(row.ttft_ms for row in rows if row.call == call) for call in calls]

@@ -8,9 +8,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turncache_tools.demo.answers import Answer
+from turncache_tools.demo.arms import Sources
 from turncache_tools.demo.compare import Verdict
 from turncache_tools.demo.figures import Figure
-from turncache_tools.demo.report import Report, earned_lines, hardware_line, load_line, scale_line
+from turncache_tools.demo.report import (
+    Report,
+    earned_lines,
+    hardware_line,
+    load_line,
+    order_lines,
+    scale_line,
+)
 from turncache_tools.demo.rows import ARMS, Arm, CallRow, Scene, arm_name, rows_of, ttft_by_call
 
 _WIDTH_WITHOUT_TERMINAL = 132
@@ -49,7 +58,7 @@ class Screen:
         self._live = live
         self._out = out
         self._stock = stock
-        self._at_line_start = True
+        self._in_turns = False
 
     # --- while it runs ------------------------------------------------------------------------
 
@@ -61,31 +70,34 @@ class Screen:
         """Show a line."""
         self._live.print(Text(text, style="dim"))
 
-    def arm_begins(self, scene: Scene, arm: Arm, run: int) -> None:
-        """Show which arm begins."""
+    def arms_begin(self, scene: Scene, arms: Sequence[Arm], run: int) -> None:
+        """Show which arms begin."""
         again = "" if run == 1 else f", run {run}"
-        name = arm_name(scene, arm, stock=self._stock)
-        self._live.print(f"\n[bold]{_SCENE_NAMES[scene]}: {name}[/]{again}")
+        self._in_turns = len(arms) > 1
+        names = " and ".join(arm_name(scene, arm, stock=self._stock) for arm in arms)
+        turns = ", in turns" if self._in_turns else ""
+        self._live.print(f"\n[bold]{_SCENE_NAMES[scene]}: {names}[/]{turns}{again}")
 
-    def call_begins(self, call: int, brings: str) -> None:
+    def call_begins(self, arm: Arm, call: int, brings: str) -> None:
         """Show what a call brings."""
-        self._live.print(Text.assemble((f"{call:>3}  ", "bold"), brings))
+        whose = f"{arm.value}: " if self._in_turns else ""
+        self._live.print(Text.assemble((f"{call:>3}  {whose}", "bold"), brings))
         self._live.print("     ", end="")
 
     def says(self, text: str) -> None:
         """Show what the model says, as it comes, on one line."""
         self._live.print(Text(text.replace("\n", " "), style="italic"), end="", soft_wrap=True)
 
-    def call_ended(self, row: CallRow) -> None:
+    def call_ended(self, answer: Answer, sources: Sources) -> None:
         """Show what a call cost."""
         self._live.print()
-        parts = [f"{row.local:,} local"]
-        parts += [f"{row.returned:,} returned"] if row.returned else []
-        parts += [f"{row.computed:,} computed"]
+        parts = [f"{sources.local:,} local"]
+        parts += [f"{sources.returned:,} returned"] if sources.returned else []
+        parts += [f"{sources.computed:,} computed"]
         self._live.print(
             Text(
-                f"     first token {row.ttft_ms:,.0f} ms; prompt {row.prompt:,} = "
-                f"{' + '.join(parts)}",
+                f"     first token {answer.first_s * 1e3:,.0f} ms; prompt "
+                f"{len(answer.prompt_ids):,} = {' + '.join(parts)}",
                 style="dim",
             )
         )
@@ -106,6 +118,9 @@ class Screen:
         out = self._out
         for scene in report.scenes:
             out.print(_ttft_table(report, scene))
+        out.print("\n[bold]Who called when[/]")
+        for line in order_lines(report):
+            out.print(line)
         out.print("\n[bold]Who earned what[/]")
         for line in earned_lines(report):
             out.print(line)

@@ -71,6 +71,14 @@ STEPS: Final = (
     _step("read_file", "What is secrets.py for?", path="secrets.py"),
     _step("search", "What can shutil.py do?", word='"""', path="shutil.py"),
 )
+#: What the last call brings when it is made again: the same question, another search.
+OTHER_LAST_STEPS: Final = (
+    _step("search", "What can shutil.py do?", word="def ", path="shutil.py"),
+    _step("search", "What can shutil.py do?", word="return ", path="shutil.py"),
+)
+#: How often arms that take turns make the last call of a pair. A limit rests on that call, and
+#: the time of one call of half a second says little.
+NUM_TAKES: Final = 1 + len(OTHER_LAST_STEPS)
 
 
 def last_steps(num_calls: int) -> tuple[Step, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,15 +11,15 @@ from typing import Protocol
 from turncache.errors import TurncacheError
 from turncache.protocol import Mode
 from turncache_tools.demo import edited
-from turncache_tools.demo.arms import ArmRun, Reference, Watcher, run_arm, warm_up
+from turncache_tools.demo.arms import Reference, Seat, Task, Watcher, run_arms, warm_up
 from turncache_tools.demo.background import InBackground
 from turncache_tools.demo.callers import Question
 from turncache_tools.demo.edited import LastAct, Stale
 from turncache_tools.demo.flood import Flood
 from turncache_tools.demo.history import Message
-from turncache_tools.demo.rigs import Engines, Rig, Starter
+from turncache_tools.demo.rigs import NUM_ENGINES, Engines, Rig, Starter
 from turncache_tools.demo.rows import ARMS, Arm, CallRow, Scene
-from turncache_tools.demo.script import Tools
+from turncache_tools.demo.script import NUM_TAKES, Tools
 from turncache_tools.demo.sizes import (
     FLOOD_IN_FLIGHT,
     FLOOD_TOKENS,
@@ -31,12 +31,20 @@ from turncache_tools.demo.sizes import (
 )
 from turncache_tools.demo.texts import Texts, prepare
 
+_PAIRS = (Engines.STOCK, Engines.PAIR)
 #: Share of the time for both scenes that the single engine may take.
 _SINGLE_SHARE = 0.35
 _PROBE_TOKENS = 1024
 _PROBE_ANSWER = 8
 #: Kept back at the end: the last act and the reports.
 _RESERVE_S = 20.0
+
+
+Groups = tuple[tuple[Arm, ...], ...]
+#: On one pair its two arms cannot take turns: each would live on what the other has left. The
+#: product's takes turns with stock.
+_PAIR_GROUPS: Groups = ((Arm.OFF, Arm.RETURN), (Arm.RETENTION,))
+_ALONE: Groups = tuple((arm,) for arm in ARMS[Scene.PAIR])
 
 
 class Stage(Watcher, Protocol):
@@ -58,11 +66,13 @@ class Shown:
 
     Attributes:
         sizes: per scene, as they ran.
+        groups: the arms of each scene; those of one group took turns, groups followed each other.
         act_seconds: seconds by act.
     """
 
     rows: list[CallRow] = field(default_factory=list)
     sizes: dict[Scene, Sizes] = field(default_factory=dict)
+    groups: dict[Scene, Groups] = field(default_factory=dict)
     act_seconds: dict[str, float] = field(default_factory=dict)
     last_act: LastAct | None = None
 
@@ -101,25 +111,25 @@ class Show:
         self._clock = clock
         self._deadline_s = deadline_s
         self._tools = tools or Tools()
-        self._start_s = 0.0
+        self._engine_start_s = 0.0
         self._texts: Texts | None = None
         self._references = {scene: Reference() for scene in Scene}
         self.shown = Shown()
 
     def run(self) -> Shown:
         """Run all acts."""
-        with self._rigs(Engines.SINGLE, Engines.STOCK) as (single, stock):
-            with self._act("one engine"):
-                self._single(single)
-            single.stop()
-            with self._act("stock pair"):
-                self._stock_pair(stock)
+        with self._rigs(Engines.SINGLE_OFF, Engines.SINGLE) as (off, on), self._act("one engine"):
+            self._single(off, on)
+        with self._rigs(*_PAIRS) as (stock, pair):
+            with self._act("pair"):
+                self._fit(stock, Scene.PAIR, num_on=2, num_repeated=1, limit_s=self._left_s())
+                warm_up(pair, f"{self._salt}-{Scene.PAIR}", _PROBE_ANSWER)
+                rigs = {Arm.OFF: stock, Arm.RETENTION: pair, Arm.RETURN: pair}
+                self._compare(Scene.PAIR, _PAIR_GROUPS, rigs)
             with self._act("exchanged document, stock"):
                 stale = self._ask_stock(stock)
-        with self._rigs(Engines.PAIR) as (pair,):
-            with self._act("pair"):
-                warm_up(pair, f"{self._salt}-{Scene.PAIR}", _PROBE_ANSWER)
-                self._in_turns(pair, Scene.PAIR, (Arm.RETENTION, Arm.RETURN))
+            # Its decode engine waits for a reader of the answer's KV, and steps meanwhile.
+            stock.stop()
             self._ask_ours(pair, stale)
         return self.shown
 
@@ -129,32 +139,28 @@ class Show:
             with self._act("pair"):
                 self._texts = prepare(self._tools, self._sizes, pair.count_tokens)
                 self._fit(pair, Scene.PAIR, num_on=2, limit_s=self._left_s())
-                self._in_turns(pair, Scene.PAIR, ARMS[Scene.PAIR])
+                self._compare(Scene.PAIR, _ALONE, dict.fromkeys(ARMS[Scene.PAIR], pair))
             self._ask_ours(pair, None)
         return self.shown
 
     # --- the acts ---------------------------------------------------------------------------
 
-    def _single(self, rig: Rig) -> None:
-        self._texts = prepare(self._tools, self._sizes, rig.count_tokens)
-        left_s = (self._left_s() - self._start_s) * _SINGLE_SHARE
-        self._fit(rig, Scene.SINGLE, num_on=1, limit_s=left_s)
-        self._in_turns(rig, Scene.SINGLE, ARMS[Scene.SINGLE])
+    def _single(self, off: Rig, on: Rig) -> None:
+        self._texts = prepare(self._tools, self._sizes, on.count_tokens)
+        start_s = self._engine_start_s * sum(NUM_ENGINES[kind] for kind in _PAIRS)
+        self._fit(on, Scene.SINGLE, num_on=1, limit_s=(self._left_s() - start_s) * _SINGLE_SHARE)
+        warm_up(off, f"{self._salt}-{Scene.SINGLE}", _PROBE_ANSWER)
+        self._compare(Scene.SINGLE, (ARMS[Scene.SINGLE],), {Arm.OFF: off, Arm.RETENTION: on})
 
-    def _stock_pair(self, rig: Rig) -> None:
-        self._fit(rig, Scene.PAIR, num_on=2, limit_s=self._left_s() - self._start_s)
-        for run in range(1, self._num_runs + 1):
-            self._arm(rig, Scene.PAIR, Arm.OFF, run)
-
-    def _in_turns(self, rig: Rig, scene: Scene, arms: tuple[Arm, ...]) -> None:
-        """Run arms that differ in what our engines have switched on."""
+    def _compare(self, scene: Scene, groups: Groups, rigs: Mapping[Arm, Rig]) -> None:
+        """Run arms, those of one group in turns, one group after another."""
+        self.shown.groups[scene] = groups
         for run in range(1, self._num_runs + 1):
             # Alternated, so that no arm always runs on the warmer machine.
-            for arm in arms if run % 2 else arms[::-1]:
-                rig.set_mode(Mode.OFF if arm is Arm.OFF else Mode.ON)
-                if scene is Scene.PAIR:
-                    rig.set_return(enabled=arm is Arm.RETURN)
-                self._arm(rig, scene, arm, run)
+            for group in groups if run % 2 else groups[::-1]:
+                for arm in group:
+                    _switch(rigs[arm], scene, arm)
+                self._arms(scene, run, {arm: rigs[arm] for arm in group})
 
     def _ask_stock(self, rig: Rig) -> Stale:
         assert rig.returning is not None
@@ -186,26 +192,24 @@ class Show:
 
     # --- parts of acts ----------------------------------------------------------------------
 
-    def _arm(self, rig: Rig, scene: Scene, arm: Arm, run: int) -> None:
+    def _arms(self, scene: Scene, run: int, rigs: Mapping[Arm, Rig]) -> None:
         assert self._texts is not None
         sizes = self.shown.sizes[scene]
-        flood = Flood(
-            self._texts.others,
-            waits=sizes.flood_waits,
-            num_in_flight=FLOOD_IN_FLIGHT,
-        )
-        arm_run = ArmRun(
+        num_takes = NUM_TAKES if scene is Scene.PAIR and len(rigs) > 1 else 1
+        task = Task(
             scene=scene,
-            arm=arm,
             run=run,
-            salt=f"{self._salt}-{scene}-{arm}-{run}",
             sizes=sizes,
-            material=self._texts.material,
-            flood=flood,
+            takes=self._texts.takes[:num_takes],
+            flood=Flood(self._texts.others, waits=sizes.flood_waits, num_in_flight=FLOOD_IN_FLIGHT),
         )
-        rows = run_arm(rig, arm_run, self._references[scene], self._stage)
-        self.shown.rows += rows
-        self._stage.arm_ended(rows)
+        seats = [
+            Seat(arm=arm, rig=rig, salt=f"{self._salt}-{scene}-{arm}-{run}")
+            for arm, rig in rigs.items()
+        ]
+        for rows in run_arms(seats, task, self._references[scene], self._stage):
+            self.shown.rows += rows
+            self._stage.arm_ended(rows)
 
     @contextmanager
     def _act(self, title: str) -> Iterator[None]:
@@ -224,7 +228,8 @@ class Show:
         title = f"starting engines: {', '.join(kinds)}"
         with self._act(title):
             rigs = self._started(kinds)
-        self._start_s = self.shown.act_seconds[title]
+        num_engines = sum(NUM_ENGINES[kind] for kind in kinds)
+        self._engine_start_s = self.shown.act_seconds[title] / num_engines
         try:
             yield rigs
         finally:
@@ -248,7 +253,9 @@ class Show:
             raise
         return tuple(rigs)
 
-    def _fit(self, rig: Rig, scene: Scene, *, num_on: int, limit_s: float) -> None:
+    def _fit(
+        self, rig: Rig, scene: Scene, *, num_on: int, limit_s: float, num_repeated: int = 0
+    ) -> None:
         """Measure this rig and make the others' traffic lighter when the time is short."""
         salt = f"{self._salt}-{scene}-probe"
         warm_up(rig, salt, _PROBE_ANSWER)
@@ -260,6 +267,7 @@ class Show:
                 num_off=self._num_runs,
                 num_on=num_on * self._num_runs,
                 limit_s=limit_s,
+                num_repeated=num_repeated * self._num_runs,
             )
         self.shown.sizes[scene] = sizes
         self._stage.notes(
@@ -288,3 +296,12 @@ class Show:
             times.append((len(answer.prompt_ids), answer.first_s))
             between_s = answer.between_tokens_s or between_s
         return fitted_speed(times[0], times[1], decode_s=between_s)
+
+
+def _switch(rig: Rig, scene: Scene, arm: Arm) -> None:
+    """Let our engines do what an arm has switched on; stock engines have nothing to switch."""
+    if not rig.ours:
+        return
+    rig.set_mode(Mode.OFF if arm is Arm.OFF else Mode.ON)
+    if scene is Scene.PAIR:
+        rig.set_return(enabled=arm is Arm.RETURN)

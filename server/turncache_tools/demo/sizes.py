@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from turncache_tools.demo.script import last_steps
+from turncache_tools.demo.script import NUM_TAKES, last_steps
 
 BLOCK_SIZE: Final = 32
 #: Requests of the other sessions, one at a time: short, so that their attention costs little,
@@ -185,6 +185,14 @@ def arm_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
     return flood_s + answers_s + _prefills_s(sizes, speed, reuses=reuses)
 
 
+def takes_s(sizes: Sizes, speed: Speed) -> float:
+    """Estimate the seconds of the further takes of the last call, in one off and one on arm."""
+    others_s = sizes.flood_waits[-1] * speed.prefill_s(0, FLOOD_TOKENS)
+    answer_s = (sizes.answer_tokens + _CALL_TOKENS) * speed.decode_s
+    prefills_s = sum(_later_prefills_s(sizes, speed, reuses=reuses)[-1] for reuses in (False, True))
+    return (NUM_TAKES - 1) * (2 * (others_s + answer_s) + prefills_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arms:
     """How many arms run, and what surrounds them.
@@ -193,23 +201,31 @@ class Arms:
         num_off: arms that lose the session in the waits.
         num_on: arms that keep it.
         num_pair: arms of either kind on a pair.
+        num_repeated: off and on arms, counted by two, that make their last call several times.
         around_s: warm-ups, probes, and memory that comes back slowly after the engines' start.
     """
 
     num_off: int
     num_on: int
     num_pair: int
+    num_repeated: int
     around_s: float
 
 
-WHOLE: Final = Arms(num_off=2, num_on=3, num_pair=3, around_s=60.0)
-PAIR_ALONE: Final = Arms(num_off=1, num_on=2, num_pair=3, around_s=25.0)
+WHOLE: Final = Arms(num_off=2, num_on=3, num_pair=3, num_repeated=1, around_s=60.0)
+PAIR_ALONE: Final = Arms(num_off=1, num_on=2, num_pair=3, num_repeated=0, around_s=25.0)
 
 
 def _prefills_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
+    first = speed.prefill_s(0, sizes.first_tokens + _FIRST_TEMPLATE_TOKENS)
+    return first + sum(_later_prefills_s(sizes, speed, reuses=reuses))
+
+
+def _later_prefills_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> list[float]:
+    """Return the seconds of every prefill but the first."""
     grown = sizes.result_tokens + sizes.answer_tokens + _TEMPLATE_TOKENS
     length = sizes.first_tokens + _FIRST_TEMPLATE_TOKENS
-    total = speed.prefill_s(0, length)
+    found = []
     for requests in sizes.flood_waits:
         kept = length
         if not reuses:
@@ -218,8 +234,8 @@ def _prefills_s(sizes: Sizes, speed: Speed, *, reuses: bool) -> float:
             lost = requests * FLOOD_TOKENS - older
             kept = length - min(length, max(0, lost))
         length += grown
-        total += speed.prefill_s(kept, length)
-    return total
+        found.append(speed.prefill_s(kept, length))
+    return found
 
 
 def demo_s(
@@ -245,7 +261,8 @@ def demo_s(
     off, on = arm_s(sizes, shared, reuses=False), arm_s(sizes, shared, reuses=True)
     hand_overs_s = arms.num_pair * sum(sizes.flood_waits) * _HAND_OVER_S
     last_act = _LAST_ACT_TOKENS * shared.prefill_s(0, 1000) / 1000
-    arms_s = num_runs * (arms.num_off * off + arms.num_on * on + hand_overs_s)
+    repeated_s = arms.num_repeated * takes_s(sizes, shared)
+    arms_s = num_runs * (arms.num_off * off + arms.num_on * on + hand_overs_s + repeated_s)
     return start_s + arms.around_s + arms_s + last_act
 
 
@@ -299,7 +316,15 @@ def can_be_lighter(sizes: Sizes) -> bool:
     return (sizes.short_wait, sizes.lost_share) != _traffic(sizes)[-1]
 
 
-def lighter(sizes: Sizes, speed: Speed, *, num_off: int, num_on: int, limit_s: float) -> Sizes:
+def lighter(
+    sizes: Sizes,
+    speed: Speed,
+    *,
+    num_off: int,
+    num_on: int,
+    limit_s: float,
+    num_repeated: int = 0,
+) -> Sizes:
     """Return ``sizes`` with the heaviest traffic whose arms fit into ``limit_s``.
 
     Args:
@@ -308,6 +333,7 @@ def lighter(sizes: Sizes, speed: Speed, *, num_off: int, num_on: int, limit_s: f
         num_off: arms that lose the session in every wait.
         num_on: arms that keep it.
         limit_s: seconds left for these arms.
+        num_repeated: off and on arms, counted by two, that make their last call several times.
     """
     traffic = _traffic(sizes)
     first = traffic.index((sizes.short_wait, sizes.lost_share))
@@ -315,6 +341,7 @@ def lighter(sizes: Sizes, speed: Speed, *, num_off: int, num_on: int, limit_s: f
         sizes = replace(sizes, short_wait=short_wait, lost_share=share)
         needed_s = num_off * arm_s(sizes, speed, reuses=False)
         needed_s += num_on * arm_s(sizes, speed, reuses=True)
+        needed_s += num_repeated * takes_s(sizes, speed)
         if needed_s <= limit_s:
             break
     return sizes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from turncache_tools.demo.history import Material, tool_message
 from turncache_tools.demo.script import (
     FIRST_QUESTION,
+    OTHER_LAST_STEPS,
     SYSTEM,
     TASK,
     Step,
@@ -31,11 +32,11 @@ class Texts:
     """Everything that is sent.
 
     Attributes:
-        material: what the agent reads.
+        takes: what the agent reads, by take of the last call.
         others: prompts of the other sessions.
     """
 
-    material: Material
+    takes: tuple[Material, ...]
     others: tuple[str, ...]
 
 
@@ -48,7 +49,11 @@ def prepare(tools: Tools, sizes: Sizes, count: CountTokens) -> Texts:
         steps=steps,
         results=tuple(_result(tools, step, sizes.result_tokens, count) for step in steps),
     )
-    return Texts(material=material, others=_slices(other_text(tools), count))
+    others = (
+        material.ending(step, _result(tools, step, sizes.result_tokens, count))
+        for step in OTHER_LAST_STEPS
+    )
+    return Texts(takes=(material, *others), others=_slices(other_text(tools), count))
 
 
 def _result(tools: Tools, step: Step, num_tokens: int, count: CountTokens) -> str:

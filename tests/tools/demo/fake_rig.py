@@ -1,8 +1,9 @@
 """A fake rig: prompts as words, KV by content, and faults on demand. No sockets, no sleeps.
 
 Its KV follows the rules that the demo relies on: whole blocks only, one salt never sees
-another's, everything that is not retained is gone after the others' traffic, decode alone
-has the answer's KV, and prefill takes it from there only while returns are on.
+another's, everything that is not retained, or whose session has ended, is gone after the others'
+traffic, decode alone has the answer's KV, and prefill takes it from there only while returns are
+on.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Faults:
         forgets: nothing is ever retained.
         stale: the edited history is answered from the deleted document.
         dies_at: the n-th call of the rig finds a dead engine.
+        drift_s: the machine gets slower by its first speed every so many seconds, 0: never.
+        stalls: on engines of this kind the n-th call takes ten times its time.
     """
 
     swap_call: int = 0
@@ -78,6 +81,8 @@ class Faults:
     forgets: bool = False
     stale: bool = False
     dies_at: int = 0
+    drift_s: float = 0.0
+    stalls: tuple[Engines, int] | None = None
 
 
 @dataclass
@@ -93,11 +98,13 @@ class FakeRig:
     stopped: bool = False
     closed: bool = False
     num_calls: int = 0
-    num_filled: int = 0
     modes: list[Mode] = field(default_factory=list)
+    asked: list[tuple[int, str]] = field(default_factory=list)
     _questions: dict[str, int] = field(default_factory=dict)
     _prefill: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _decode: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _filled: set[str] = field(default_factory=set)
+    _ended: set[str] = field(default_factory=set)
     _counted: PromptTokens = field(default_factory=PromptTokens)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -111,7 +118,7 @@ class FakeRig:
 
     @property
     def ours(self) -> bool:
-        return self.engines in (Engines.SINGLE, Engines.PAIR)
+        return self.engines is not Engines.STOCK
 
     @property
     def keeps(self) -> bool:
@@ -131,10 +138,12 @@ class FakeRig:
         return {"prefill": share if kept_here else 0.0}
 
     def set_mode(self, mode: Mode) -> None:
+        assert self.ours, "stock engines have no mode"
         self.modes.append(mode)
         self.mode = mode
 
     def set_return(self, *, enabled: bool) -> None:
+        assert self.ours, "stock engines have no router"
         self.returns = enabled
 
     def count_tokens(self, text: str) -> int:
@@ -150,15 +159,20 @@ class FakeRig:
 
     def ask(self, question: Question, on_text: Callable[[str], None] = ignore) -> Reply:
         self._count_call()
+        self.asked.append((self.num_calls, question.salt))
         prompt = tokens_of(question.messages)
         local, returned = self._found(question.salt, prompt)
         computed = len(prompt) - local - returned
-        first_s = computed * TOKEN_S
+        token_s = TOKEN_S * self._slowness()
+        first_s = computed * token_s
         words = self._words(question, prompt)
         for word in words:
             on_text(f"{word} ")
-        self.clock.now_s += first_s + len(words) * TOKEN_S
+        total_s = first_s + len(words) * token_s
+        self.clock.now_s += total_s
         self._keep(question.salt, prompt, words)
+        if question.final:
+            self._ended.add(question.salt)
         extra = self.faults.miscount if question.session else 0
         self._counted = PromptTokens(
             computed=self._counted.computed + computed + extra,
@@ -173,7 +187,7 @@ class FakeRig:
             prompt_ids=prompt,
             cached=local,
             first_s=first_s,
-            total_s=first_s + len(words) * TOKEN_S,
+            total_s=total_s,
         )
         outcome = Outcome(
             prompt=len(prompt),
@@ -188,7 +202,12 @@ class FakeRig:
     def fill(self, messages: Sequence[Message], salt: str) -> int:
         self._count_call()
         with self._lock:
-            self.num_filled += 1
+            assert salt not in self._filled, "its prompt may be cached"
+            self._filled.add(salt)
+            for ended in self._ended:
+                self._prefill.pop(ended, None)
+                self._decode.pop(ended, None)
+            self.clock.now_s += len(tokens_of(messages)) * TOKEN_S * self._slowness()
             if not self.keeps:
                 self._prefill.clear()
                 self._decode.clear()
@@ -210,6 +229,12 @@ class FakeRig:
             text = "The customer Laura lives in Rome."
             self._counted = PromptTokens(external=self._counted.external + 32)
         return _Completion(text), {"remote_block_ids": [1]}
+
+    def _slowness(self) -> float:
+        slowness = 1.0
+        if self.faults.drift_s:
+            slowness += self.clock.now_s / self.faults.drift_s
+        return slowness * (10.0 if self.faults.stalls == (self.engines, self.num_calls) else 1.0)
 
     def _count_call(self) -> None:
         with self._lock:
@@ -241,7 +266,7 @@ class FakeRig:
 
     def _keep(self, salt: str, prompt: tuple[int, ...], words: Sequence[str]) -> None:
         chain = prompt + tuple(token(word) for word in words[:-1])
-        if self.engines is Engines.SINGLE:
+        if self.engines in (Engines.SINGLE, Engines.SINGLE_OFF):
             self._prefill[salt] = chain
         else:
             self._prefill[salt] = prompt

@@ -15,6 +15,11 @@ from turncache_tools.demo.sizes import FULL, Sizes, Speed
 
 #: A machine on which nothing has to be cut.
 FAST = Speed(token_s=0.0005, attention_s=1e-7, decode_s=0.01)
+#: How the arms of a whole demo follow each other.
+GROUPS = {
+    Scene.SINGLE: ((Arm.OFF, Arm.RETENTION),),
+    Scene.PAIR: ((Arm.OFF, Arm.RETURN), (Arm.RETENTION,)),
+}
 SMALL = Sizes(num_calls=4, first_tokens=200, result_tokens=40, answer_tokens=6)
 
 
@@ -45,6 +50,7 @@ def row(scene: Scene, arm: Arm, call: int, **changes: Any) -> CallRow:
         "arm": arm,
         "run": 1,
         "call": call,
+        "take": 1,
         "brings": f"tool {call}",
         "ttft_ms": computed * 1.0,
         "total_ms": computed + 100.0,
@@ -101,6 +107,7 @@ def report(rows: list[CallRow] | None = None, **changes: Any) -> Report:
         "model": "smollm2",
         "num_runs": 1,
         "sizes": dict.fromkeys(Scene, FULL),
+        "groups": GROUPS,
         "seconds": 500.0,
         "act_seconds": {"one engine": 120.0},
         "rows": tuple(rows),

@@ -78,12 +78,24 @@ def test_a_good_demo_ends_with_0_and_writes_both_files(
     assert result["ok"] is True
     assert {"cpu", "num_cores", "vllm"} <= set(result["host"])
     assert all(set(figure) == QUIET_FIGURE_KEYS for figure in result["figures"])
-    assert len(result["arms"]) == 5 * 12
+    assert len(result["arms"]) == 5 * 12 + 2 * 2
+    assert result["in_turns"] == {
+        "single": [["off", "retention"]],
+        "pair": [["off", "return"], ["retention"]],
+    }
     assert {"local", "returned", "computed", "again", "reason"} <= set(result["arms"][0])
     assert result["last_act"]["stock_is_from_the_deleted"] is True
     assert "<svg" in Path("build/demo.html").read_text()
     shown = capsys.readouterr()
     assert "Who earned what" in shown.out
+    told = " ".join(shown.out.split())
+    assert "One engine: off and retention in turns, call by call" in told
+    assert "off (stock NixlConnector) and retention and return in turns, call by call" in told
+    assert "By itself: retention." in told
+    assert "Pair: the last call in turns was made 3 times" in told
+    html = Path("build/demo.html").read_text()
+    assert "off and on in turns" in html
+    assert "the last call in turns was made 3 times" in html
     assert "build/demo.html" in shown.err
 
 
@@ -170,9 +182,9 @@ def test_help_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "minutes"),
     [
-        ([], 9.0),
+        ([], 10.0),
         (["--quick"], 3.0),
-        (["--runs", "3"], 27.0),
+        (["--runs", "3"], 30.0),
         (["--runs", "3", "--minutes", "4"], 4.0),
     ],
 )
@@ -196,9 +208,12 @@ def test_quick_makes_five_calls_on_our_pair(capsys: pytest.CaptureFixture[str]) 
     result = json.loads(Path("build/demo.json").read_text())
     assert len(result["arms"]) == 3 * 5
     assert result["last_act"]["stock"] is None
-    assert "stock" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "stock" not in out
+    assert "one after another on the same engines" in " ".join(out.split())
     html = Path("build/demo.html").read_text()
     assert html.count("<svg") == 1
+    assert "in turns" not in html
     assert "stock" not in html
 
 

@@ -76,23 +76,31 @@ def test_the_common_prefix_is_common_and_longest(first: list[int], second: list[
 def test_the_last_generated_token_has_no_kv() -> None:
     """Its KV would have been computed by the step after it, which never came."""
     before = answer(prompt_ids=(1, 2), token_ids=(3, 4))
-    assert reusable(before, (1, 2, 3, 4, 5, 6)) == Reusable(with_answer=3, without_answer=2)
+    assert reusable([before], (1, 2, 3, 4, 5, 6)) == Reusable(with_answer=3, without_answer=2)
 
 
 def test_a_call_computes_at_least_its_last_token() -> None:
     """A repeated prompt cannot be reused whole."""
-    assert reusable(answer(), (10, 11, 12, 13)) == Reusable(with_answer=3, without_answer=3)
+    assert reusable([answer()], (10, 11, 12, 13)) == Reusable(with_answer=3, without_answer=3)
 
 
 def test_a_first_call_reuses_nothing() -> None:
     """There is nothing to reuse."""
-    assert reusable(None, (1, 2, 3)) == Reusable()
+    assert reusable([], (1, 2, 3)) == Reusable()
 
 
 def test_a_retokenised_answer_is_reused_up_to_the_difference() -> None:
     """Text that goes back may come out as other tokens than the model generated."""
     before = answer(prompt_ids=(1, 2), token_ids=(3, 4, 5, 6))
-    assert reusable(before, (1, 2, 3, 99, 6, 7)).with_answer == 3
+    assert reusable([before], (1, 2, 3, 99, 6, 7)).with_answer == 3
+
+
+def test_whichever_earlier_call_shares_most_counts() -> None:
+    """A call that is made again with another end shares its start with both others."""
+    task = answer(prompt_ids=(1, 2), token_ids=(3, 4))
+    first = answer(prompt_ids=(1, 2, 3, 5, 6), token_ids=(7, 8))
+    assert reusable([task, first], (1, 2, 3, 5, 9)) == Reusable(with_answer=4, without_answer=4)
+    assert reusable([first, task], (1, 2, 3, 4, 9)) == Reusable(with_answer=3, without_answer=3)
 
 
 @given(prompt=TOKENS, said=TOKENS, following=st.lists(st.integers(0, 3), min_size=1))
@@ -101,5 +109,5 @@ def test_reusable_is_within_the_prompt(
 ) -> None:
     """Never the whole prompt, and with the answer never less than without it."""
     before = answer(prompt_ids=tuple(prompt), token_ids=tuple(said))
-    left = reusable(before, following)
+    left = reusable([before], following)
     assert 0 <= left.without_answer <= left.with_answer < len(following)

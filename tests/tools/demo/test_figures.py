@@ -170,6 +170,15 @@ def test_several_runs_count_by_their_median() -> None:
     assert ttft_by_call(rows) == [210.0]
 
 
+def test_what_a_task_computes_counts_its_last_call_once() -> None:
+    """However often it is timed."""
+    again = [row(Scene.PAIR, Arm.RETURN, 12, take=take) for take in (2, 3)]
+    found = all_figures([*all_rows(), *again], last_act(), Leftovers(), seconds=500.0)
+    counted = {figure.figure: figure.value for figure in found}
+    expected = figures()["pair_return_computed_calls_2_on"].value
+    assert counted["pair_return_computed_calls_2_on"] == expected
+
+
 def test_earnings_are_per_feature() -> None:
     """Retention saves what prefill had seen, return what only decode had."""
     pair = earned(all_rows(), Scene.PAIR)

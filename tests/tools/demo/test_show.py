@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from turncache_tools.demo.compare import Verdict
 from turncache_tools.demo.figures import all_figures
 from turncache_tools.demo.leftovers import Leftovers
 from turncache_tools.demo.rigs import Engines
-from turncache_tools.demo.rows import ARMS, Arm, Scene, rows_of
+from turncache_tools.demo.rows import ARMS, Arm, Scene, rows_of, ttft_by_call
 from turncache_tools.demo.screen import Screen
 from turncache_tools.demo.show import Show, Shown
 from turncache_tools.demo.sizes import BLOCK_SIZE, Sizes
@@ -60,7 +61,8 @@ def test_every_arm_runs_every_call() -> None:
     for scene in Scene:
         for arm in ARMS[scene]:
             rows = rows_of(result.rows, scene, arm)
-            assert [row.call for row in rows] == list(range(1, SMALL.num_calls + 1))
+            calls = [row.call for row in rows if row.take == 1]
+            assert calls == list(range(1, SMALL.num_calls + 1))
     assert failed(result) == []
 
 
@@ -84,69 +86,165 @@ def test_all_arms_get_the_same_prompts_and_the_same_load() -> None:
     """The off arm's answers are in every history."""
     result, _ = shown()
     for scene in Scene:
-        by_call: dict[int, set[tuple[int, int]]] = {}
+        by_call: dict[tuple[int, int], set[tuple[int, int]]] = {}
         for row in result.rows:
             if row.scene is scene:
-                by_call.setdefault(row.call, set()).add((row.prompt, row.others_tokens))
+                kinds = by_call.setdefault((row.call, row.take), set())
+                kinds.add((row.prompt, row.others_tokens))
         assert all(len(kinds) == 1 for kinds in by_call.values())
     assert {row.others_tokens > 0 for row in result.rows if row.call > 1} == {True}
 
 
-def test_the_first_arm_is_the_reference() -> None:
-    """All others are held against it, its own repetitions too."""
+def test_off_is_the_reference() -> None:
+    """All others are held against it, whoever is asked first, its own repetitions too."""
     result, _ = shown(num_runs=2)
-    verdicts = [(row.run, row.arm) for row in result.rows if row.verdict is Verdict.REFERENCE]
-    assert set(verdicts) == {(1, Arm.OFF)}
-    assert len(verdicts) == len(Scene) * SMALL.num_calls
+    references = [row for row in result.rows if row.verdict is Verdict.REFERENCE]
+    assert {(row.run, row.arm) for row in references} == {(1, Arm.OFF)}
+    asked = {(row.scene, row.call, row.take) for row in result.rows}
+    assert {(row.scene, row.call, row.take) for row in references} == asked
+    assert len(references) == len(asked)
 
 
-def test_runs_alternate_the_order_of_arms() -> None:
-    """No arm always runs on the machine that is warm, or throttled, by then."""
-    result, starter = shown(num_runs=2)
-    single = [row.arm for row in result.rows if row.scene is Scene.SINGLE and row.call == 1]
-    assert single == [Arm.OFF, Arm.RETENTION, Arm.RETENTION, Arm.OFF]
-    rig = next(rig for rig in starter.rigs if rig.engines is Engines.SINGLE)
-    assert rig.modes == [Mode.OFF, Mode.ON, Mode.ON, Mode.OFF]
+class Looking(Screen):
+    """Writes down which arm is asked, and which engines run then."""
+
+    def __init__(self, starter: FakeStarter) -> None:
+        super().__init__(Console(file=io.StringIO()), None)
+        self._starter = starter
+        self._scene_and_run = (Scene.SINGLE, 0)
+        self.asked: dict[tuple[Scene, int], list[tuple[Arm, int]]] = {}
+        self.beside: dict[tuple[Scene, Arm], set[Engines]] = {}
+        self.beside_act: dict[str, set[Engines]] = {}
+
+    def act_begins(self, title: str) -> None:
+        self.beside_act[title] = self._running()
+
+    def arms_begin(self, scene: Scene, arms: Sequence[Arm], run: int) -> None:
+        self._scene_and_run = (scene, run)
+
+    def call_begins(self, arm: Arm, call: int, brings: str) -> None:
+        scene, _ = self._scene_and_run
+        self.asked.setdefault(self._scene_and_run, []).append((arm, call))
+        self.beside.setdefault((scene, arm), set()).update(self._running())
+
+    def _running(self) -> set[Engines]:
+        return {rig.engines for rig in self._starter.rigs if not rig.stopped}
 
 
-def test_every_kind_of_engines_starts_once() -> None:
-    """Two stacks side by side, then ours; all are stopped."""
-    _, starter = shown()
-    kinds = [rig.engines for rig in starter.rigs]
-    assert set(kinds[:2]) == {Engines.SINGLE, Engines.STOCK}
-    assert kinds[2:] == [Engines.PAIR]
-    assert all(rig.stopped for rig in starter.rigs)
-
-
-def test_no_other_stack_runs_beside_the_pairs_arms() -> None:
-    """What waits on the same cores would be in the times of one arm and not of the other."""
+def looked(*, num_runs: int = 1) -> Looking:
+    """Run a small demo and return what was seen."""
     clock = FakeClock()
     starter = FakeStarter(clock)
-    beside: dict[Arm, set[Engines]] = {}
-
-    class Looking(Screen):
-        def arm_begins(self, scene: Scene, arm: Arm, run: int) -> None:
-            if scene is Scene.PAIR:
-                running = {rig.engines for rig in starter.rigs if not rig.stopped}
-                beside[arm] = running
-
+    looking = Looking(starter)
     Show(
         starter,
-        Looking(Console(file=io.StringIO()), None),
+        looking,
         SMALL,
-        num_runs=1,
+        num_runs=num_runs,
         salt="t",
         clock=clock,
         deadline_s=NO_LIMIT_S,
     ).run()
-    assert beside == {
-        Arm.OFF: {Engines.STOCK},
-        Arm.RETENTION: {Engines.PAIR},
-        Arm.RETURN: {Engines.PAIR},
+    return looking
+
+
+def test_off_and_on_take_turns_call_by_call() -> None:
+    """Off on, on off, and so on, the pair's last call three times; the other way in even runs."""
+    off, kept, back = Arm.OFF, Arm.RETENTION, Arm.RETURN
+    asked = looked(num_runs=2).asked
+    single = [(off, 1), (kept, 1), (kept, 2), (off, 2), (off, 3), (kept, 3), (kept, 4), (off, 4)]
+    assert asked[Scene.SINGLE, 1] == single
+    pair = [(off, 1), (back, 1), (back, 2), (off, 2), (off, 3), (back, 3), (back, 4), (off, 4)]
+    pair += [(off, 4), (back, 4), (back, 4), (off, 4)]
+    alone = [(kept, call) for call in (1, 2, 3, 4)]
+    assert asked[Scene.PAIR, 1] == pair + alone
+    turned = [each for two in zip(pair[1::2], pair[::2], strict=True) for each in two]
+    assert asked[Scene.PAIR, 2] == alone + turned
+
+
+def test_the_last_call_brings_something_else_in_every_take() -> None:
+    """What it brings is new each time, and what was there before is still to be reused."""
+    result, _ = shown()
+    for arm in (Arm.OFF, Arm.RETURN):
+        takes = [row for row in rows_of(result.rows, Scene.PAIR, arm) if row.call == 4]
+        assert [row.take for row in takes] == [1, 2, 3]
+        assert len({row.brings for row in takes}) == 3
+        assert len({row.answer for row in takes}) == 3
+        if arm is Arm.RETURN:
+            assert all(row.returned > 0 for row in takes)
+            assert all(0 <= row.again < BLOCK_SIZE for row in takes)
+            assert all(row.new > takes[0].new / 2 for row in takes)
+
+
+def test_a_machine_that_gets_slower_slows_both_arms() -> None:
+    """The ratio of the last call is what an even machine shows."""
+
+    def ratios(faults: Faults) -> dict[str, float]:
+        result, _ = shown(faults)
+        assert result.last_act is not None
+        found = all_figures(result.rows, result.last_act, Leftovers(), seconds=1.0)
+        return {
+            figure.figure: figure.ratio or 0.0
+            for figure in found
+            if figure.figure.endswith("_ttft_last_call") and "pair_retention" not in figure.figure
+        }
+
+    even, drifting = ratios(Faults()), ratios(Faults(drift_s=20.0))
+    assert len(even) == 2
+    assert drifting == {name: pytest.approx(ratio, rel=0.08) for name, ratio in even.items()}
+
+
+@pytest.mark.parametrize("engines", [Engines.STOCK, Engines.PAIR])
+def test_one_stalled_take_changes_nothing(engines: Engines) -> None:
+    """The last call of the pair counts by the median of its takes, which are nearly as long."""
+
+    def last_call(faults: Faults | None = None) -> tuple[list[float], int]:
+        result, starter = shown(faults)
+        arm = Arm.OFF if engines is Engines.STOCK else Arm.RETURN
+        rows = rows_of(result.rows, Scene.PAIR, arm)
+        counted = next(rig.asked for rig in starter.rigs if rig.engines is engines)
+        asked_last = [number for number, salt in counted if f"pair-{arm}" in salt][-1]
+        return ttft_by_call(rows), asked_last
+
+    even, asked_last = last_call()
+    stalled, _ = last_call(Faults(stalls=(engines, asked_last)))
+    assert stalled == pytest.approx(even, rel=0.2)
+
+
+def test_every_kind_of_engines_starts_once() -> None:
+    """The two single engines side by side, then both pairs; all are stopped."""
+    _, starter = shown()
+    kinds = [rig.engines for rig in starter.rigs]
+    assert set(kinds[:2]) == {Engines.SINGLE_OFF, Engines.SINGLE}
+    assert set(kinds[2:]) == {Engines.STOCK, Engines.PAIR}
+    assert all(rig.stopped for rig in starter.rigs)
+
+
+def test_the_off_engine_is_ours_switched_off() -> None:
+    """One engine is compared with itself, but for the mode."""
+    _, starter = shown()
+    modes = {rig.engines: rig.modes for rig in starter.rigs if not rig.engines.startswith("pair")}
+    assert modes[Engines.SINGLE_OFF] == [Mode.OFF]
+    assert modes[Engines.SINGLE] == [Mode.ON]
+
+
+def test_the_same_stacks_run_beside_every_arm_of_a_scene() -> None:
+    """What waits on the same cores would be in the times of one arm and not of the other."""
+    stacks = {
+        Scene.SINGLE: {Engines.SINGLE_OFF, Engines.SINGLE},
+        Scene.PAIR: {Engines.STOCK, Engines.PAIR},
+    }
+    assert looked().beside == {
+        (scene, arm): stacks[scene] for scene in Scene for arm in ARMS[scene]
     }
 
 
-@pytest.mark.parametrize("broken", [Engines.SINGLE, Engines.STOCK])
+def test_ours_answers_about_the_exchanged_document_without_stock_beside_it() -> None:
+    """A stock decode engine that holds an answer's KV steps without a pause."""
+    assert looked().beside_act["exchanged document"] == {Engines.PAIR}
+
+
+@pytest.mark.parametrize("broken", list(Engines))
 def test_when_one_of_two_starts_fails_the_other_is_stopped(broken: Engines) -> None:
     """Whichever of them it is; the error is the one that is told."""
     clock = FakeClock()
@@ -168,8 +266,14 @@ def test_when_one_of_two_starts_fails_the_other_is_stopped(broken: Engines) -> N
     )
     with pytest.raises(EngineFault, match="was not ready"):
         show.run()
-    assert len(starter.rigs) == 1
-    assert starter.rigs[0].stopped
+    beside = {
+        Engines.SINGLE: Engines.SINGLE_OFF,
+        Engines.SINGLE_OFF: Engines.SINGLE,
+        Engines.PAIR: Engines.STOCK,
+        Engines.STOCK: Engines.PAIR,
+    }
+    assert starter.rigs[-1].engines is beside[broken]
+    assert all(rig.stopped for rig in starter.rigs)
 
 
 def test_our_pair_alone_is_compared_with_itself_switched_off() -> None:
@@ -210,8 +314,8 @@ def test_a_tie_is_counted_and_the_reference_goes_on() -> None:
     ties = [row for row in result.rows if row.verdict is Verdict.TIE]
     assert [(row.arm, row.call) for row in ties] == [
         (Arm.RETENTION, 2),
-        (Arm.RETENTION, 2),
         (Arm.RETURN, 2),
+        (Arm.RETENTION, 2),
     ]
     assert failed(result) == []
 
@@ -283,15 +387,14 @@ def test_seconds_are_told_by_act() -> None:
     """Where the time of the demo went, the starts of engines included."""
     result, _ = shown(start_s=40.0)
     assert list(result.act_seconds) == [
-        "starting engines: single, stock",
+        "starting engines: single-off, single",
         "one engine",
-        "stock pair",
-        "exchanged document, stock",
-        "starting engines: pair",
+        "starting engines: stock, pair",
         "pair",
+        "exchanged document, stock",
         "exchanged document",
     ]
-    assert result.act_seconds["starting engines: single, stock"] >= 40.0
+    assert result.act_seconds["starting engines: stock, pair"] >= 40.0
 
 
 def test_people_see_answers_and_counts() -> None:
@@ -310,6 +413,8 @@ def test_people_see_answers_and_counts() -> None:
     assert "read_file secrets.py" in live.getvalue()
     assert "word-" in live.getvalue()
     assert "first token" in live.getvalue()
+    assert "One engine: off and retention, in turns" in live.getvalue()
+    assert "  4  return: search return  shutil.py" in live.getvalue()
     tables = out.getvalue()
     assert tables.count("computed") == 5
     assert "retention and return" in tables

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turncache_tools.demo.script import NUM_TAKES
 from turncache_tools.demo.sizes import (
     BLOCK_SIZE,
     FLOOD_IN_FLIGHT,
@@ -13,6 +16,7 @@ from turncache_tools.demo.sizes import (
     FULL,
     PAIR_ALONE,
     QUICK,
+    WHOLE,
     Sizes,
     Speed,
     arm_s,
@@ -23,6 +27,7 @@ from turncache_tools.demo.sizes import (
     fitted_speed,
     guess_speed,
     lighter,
+    takes_s,
 )
 
 ALL_SIZES = [*candidates(FULL), *candidates(QUICK)]
@@ -85,6 +90,22 @@ def test_the_others_push_most_of_the_session_out_at_the_end(sizes: Sizes) -> Non
 def test_an_arm_that_reuses_takes_less() -> None:
     """The estimate knows what the demo shows."""
     assert arm_s(FULL, speed(1), reuses=True) < arm_s(FULL, speed(1), reuses=False)
+
+
+def test_further_takes_of_the_last_call_take_time() -> None:
+    """Those of the whole demo are in its estimate, and make its traffic lighter."""
+    s = speed(1)
+    again_s = takes_s(FULL, s)
+    assert again_s > (NUM_TAKES - 1) * 2 * FULL.flood_waits[-1] * s.prefill_s(0, FLOOD_TOKENS)
+    once = replace(WHOLE, num_repeated=0)
+    whole_s, once_s = (
+        demo_s(FULL, s, num_cores=1, num_runs=1, start_s=0.0, arms=arms) for arms in (WHOLE, once)
+    )
+    assert whole_s - once_s == pytest.approx(again_s)
+    limit_s = sum(arm_s(FULL, s, reuses=reuses) for reuses in (False, True))
+    assert lighter(FULL, s, num_off=1, num_on=1, limit_s=limit_s) == FULL
+    repeated = lighter(FULL, s, num_off=1, num_on=1, limit_s=limit_s, num_repeated=1)
+    assert repeated.short_wait < FULL.short_wait
 
 
 def test_a_prefill_costs_the_same_in_one_piece_or_two() -> None:
