@@ -16,7 +16,6 @@ from turncache_tools.demo.report import (
     load_line,
     missed_line,
     scale_line,
-    takes_line,
 )
 from turncache_tools.demo.rows import Scene
 
@@ -119,9 +118,7 @@ def page(report: Report) -> str:
         ),
         answers=_answers(report),
         footer=" ".join(
-            escape(line)
-            for line in (takes_line(report), hardware_line(report), scale_line(report))
-            if line
+            escape(line) for line in (hardware_line(report), scale_line(report)) if line
         ),
     )
 
@@ -142,8 +139,14 @@ def _chart(report: Report, scene: Scene) -> str:
     load = escape(load_line(report, scene))
     return (
         f'<section><h2>{_TITLES[scene]} <span class="load">· {load}</span></h2>\n{svg}\n'
-        f'<p class="missed">{escape(missed_line(report, scene))}</p></section>'
+        f'<p class="missed">{escape(missed_line(report, scene))}{_median(report, scene)}</p>'
+        "</section>"
     )
+
+
+def _median(report: Report, scene: Scene) -> str:
+    num_takes = max(row.take for row in report.rows if row.scene is scene)
+    return f" The last call in turns: median of {num_takes}." if num_takes > 1 else ""
 
 
 def _short(name: str) -> str:
