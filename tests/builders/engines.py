@@ -49,6 +49,7 @@ from turncache_server.connector.turncache_connector import TurncacheConnector
 from turncache_server.connector.worker import TurncacheMetadata
 from turncache_server.control.messages import HelloReply, Peek, Verify
 from turncache_server.launch.transfer import merge
+from turncache_server.retention.rests import Rest, rest_key
 
 #: How long answers over real sockets are waited for: a busy machine is slow, not wrong.
 _SOCKETS_PATIENCE_S = 20.0
@@ -161,6 +162,9 @@ class Engine:
         self.said: dict[str, dict[str, Any]] = {}
         self.texts: dict[str, Text] = {}
         self.promises: dict[bytes, tuple[int, ...]] = {}
+        #: Where the block of a hash ends, and what the rests behind it must hold.
+        self.ends: dict[bytes, int] = {}
+        self.rest_promises: dict[bytes, tuple[int, ...]] = {}
         self.steps = 0
         self.floods = 0
         #: Loads of siblings that the workers have yet to report.
@@ -403,6 +407,7 @@ class Engine:
             if bytes(block_hash) not in self.promises:
                 end = (index + 1) * BLOCK
                 self.promises[bytes(block_hash)] = tuple(text.upto(end)[end - BLOCK :])
+                self.ends[bytes(block_hash)] = end
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -668,7 +673,33 @@ class Engine:
                 found = tuple(memory.slots[block.block_id])
                 if found != promised:
                     raise WrongKV(f"{self.name}: block {block.block_id} is named, not written")
+        return named + self._check_rests()
+
+    def _check_rests(self) -> int:
+        """Check likewise what peers could be given of blocks that are not full."""
+        named = 0
+        epoch = self.extension.ledger.epoch
+        for parent, rests in list(self.extension.rests._by_parent.items()):
+            for rest in rests:
+                if epoch[rest.block_id] != rest.epoch:
+                    continue
+                named += 1
+                promised = self._promised_rest(parent, self.ends[parent], rest)
+                for memory in self.memories:
+                    if tuple(memory.slots[rest.block_id][: rest.num_tokens]) != promised:
+                        raise WrongKV(f"{self.name}: rest in block {rest.block_id} is not written")
         return named
+
+    def _promised_rest(self, parent: bytes, end: int, rest: Rest) -> tuple[int, ...]:
+        """Return what a rest must hold, by a call that has the same text up to its end."""
+        if rest.key not in self.rest_promises:
+            last, stop = self.promises[parent][-1], end + rest.num_tokens
+            for text in self.texts.values():
+                known = len(text.chain) >= end and text.chain[end - 1] == last
+                if known and rest_key(parent, text.tokens[end:stop]) == rest.key:
+                    self.rest_promises[rest.key] = tuple(text.upto(stop)[end:])
+                    break
+        return self.rest_promises[rest.key]
 
     def check_free(self) -> None:
         """Check that what the queue counts is what it can hand out."""

@@ -21,7 +21,9 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
         {"type": "peek", "session": "s", "hashes": [b"\x01", b"\x02"]},
     ),
     (
-        m.Verify(start_id="a", generation=2, block_ids=[7], epochs=[9], hashes=[b"\x01"]),
+        m.Verify(
+            start_id="a", generation=2, block_ids=[7], epochs=[9], hashes=[b"\x01"], rest=(8, 11)
+        ),
         {
             "type": "verify",
             "start_id": "a",
@@ -29,6 +31,7 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
             "block_ids": [7],
             "epochs": [9],
             "hashes": [b"\x01"],
+            "rest": [8, 11],
         },
     ),
     (m.Call(request="r"), {"type": "call", "request": "r"}),
@@ -127,7 +130,14 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
         },
     ),
     (
-        m.PeekReply(start_id="a", generation=1, block_ids=[3], epochs=[5], known=2),
+        m.PeekReply(
+            start_id="a",
+            generation=1,
+            block_ids=[3],
+            epochs=[5],
+            known=2,
+            rests=[m.RestBlock(block_id=4, epoch=6, num_tokens=15, key=b"\x02")],
+        ),
         {
             "type": "peek_reply",
             "start_id": "a",
@@ -135,11 +145,12 @@ GOLDEN: list[tuple[m.Request | m.Reply, dict[str, Any]]] = [
             "block_ids": [3],
             "epochs": [5],
             "known": 2,
+            "rests": [{"block_id": 4, "epoch": 6, "num_tokens": 15, "key": b"\x02"}],
         },
     ),
     (
-        m.VerifyReply(start_id="a", generation=1, valid=1),
-        {"type": "verify_reply", "start_id": "a", "generation": 1, "valid": 1},
+        m.VerifyReply(start_id="a", generation=1, valid=1, rest=True),
+        {"type": "verify_reply", "start_id": "a", "generation": 1, "valid": 1, "rest": True},
     ),
     (
         m.CallReply(

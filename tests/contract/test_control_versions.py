@@ -140,6 +140,70 @@ def test_recorded_bytes_of_version_1_are_read(data: str, message: m.Request) -> 
     assert read(bytes.fromhex(data)) == message
 
 
+#: Messages as they were sent before rests were named, and as they are sent now.
+RESTS: list[tuple[str, m.Request | m.Reply, str, m.Request | m.Reply]] = [
+    (
+        (
+            "83a17602a2696407a4626f647986a474797065a6766572696679a873746172745f6964a161aa67656e65"
+            "726174696f6e02a9626c6f636b5f6964739107a665706f6368739109a668617368657391c40101"
+        ),
+        m.Verify(start_id="a", generation=2, block_ids=[7], epochs=[9], hashes=[b"\x01"]),
+        (
+            "83a17602a2696407a4626f647987a474797065a6766572696679a873746172745f6964a161aa67656e65"
+            "726174696f6e02a9626c6f636b5f6964739107a665706f6368739109a668617368657391c40101a47265"
+            "737492080b"
+        ),
+        m.Verify(
+            start_id="a", generation=2, block_ids=[7], epochs=[9], hashes=[b"\x01"], rest=(8, 11)
+        ),
+    ),
+    (
+        (
+            "83a17602a2696407a4626f647986a474797065aa7065656b5f7265706c79a873746172745f6964a161aa"
+            "67656e65726174696f6e01a9626c6f636b5f6964739103a665706f6368739105a56b6e6f776e02"
+        ),
+        m.PeekReply(start_id="a", generation=1, block_ids=[3], epochs=[5], known=2),
+        (
+            "83a17602a2696407a4626f647987a474797065aa7065656b5f7265706c79a873746172745f6964a161aa"
+            "67656e65726174696f6e01a9626c6f636b5f6964739103a665706f6368739105a56b6e6f776e02a57265"
+            "7374739184a8626c6f636b5f696404a565706f636806aa6e756d5f746f6b656e730fa36b6579c40102"
+        ),
+        m.PeekReply(
+            start_id="a",
+            generation=1,
+            block_ids=[3],
+            epochs=[5],
+            known=2,
+            rests=[m.RestBlock(block_id=4, epoch=6, num_tokens=15, key=b"\x02")],
+        ),
+    ),
+    (
+        (
+            "83a17602a2696407a4626f647984a474797065ac7665726966795f7265706c79a873746172745f6964a1"
+            "61aa67656e65726174696f6e01a576616c696401"
+        ),
+        m.VerifyReply(start_id="a", generation=1, valid=1),
+        (
+            "83a17602a2696407a4626f647985a474797065ac7665726966795f7265706c79a873746172745f6964a1"
+            "61aa67656e65726174696f6e01a576616c696401a472657374c3"
+        ),
+        m.VerifyReply(start_id="a", generation=1, valid=1, rest=True),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "without", "now", "with_rest"), RESTS, ids=["verify", "peek_reply", "verify_reply"]
+)
+def test_recorded_bytes_with_and_without_rests_are_read(
+    before: str, without: m.Request | m.Reply, now: str, with_rest: m.Request | m.Reply
+) -> None:
+    """An engine that names none has none; ours are sent to the byte."""
+    assert read(bytes.fromhex(before)) == without
+    assert read(bytes.fromhex(now)) == with_rest
+    assert m.encode(7, with_rest).hex() == now
+
+
 @pytest.mark.parametrize(("body", "message"), OLD, ids=IDS)
 def test_the_version_before_is_understood(
     body: dict[str, Any], message: m.Request | m.Reply

@@ -13,6 +13,7 @@ class Block:
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
+        self.block_hash: bytes | None = None
         self.prev_free_block: object | None = None
         self.next_free_block: object | None = None
 

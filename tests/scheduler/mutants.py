@@ -11,9 +11,12 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
+
 from tests.builders import Engine
+from turncache_server.connector.pull_state import Pull
 from turncache_server.connector.source import GROUP_SUFFIX, Source, holders
-from turncache_server.control.messages import Verify, VerifyReply
+from turncache_server.control.messages import PeekReply, RestBlock, Verify, VerifyReply
 
 Mutant = Callable[[Engine], None]
 
@@ -93,7 +96,43 @@ def _abandoned_blocks_go_to_others(engine: Engine) -> None:
 
 
 def _nothing_is_verified(engine: Engine) -> None:
-    engine.pulls._verified = lambda pull, _: len(pull.blocks)
+    engine.pulls._verified = lambda pull, _: (len(pull.blocks) - bool(pull.rest), pull.rest)
+
+
+def _any_rest_fits(engine: Engine) -> None:
+    engine.pulls.start = _with_any_rest(engine.pulls.start, engine.pulls)
+    engine.pulls.search = _with_any_rest(engine.pulls.search, engine.pulls)
+
+
+def _with_any_rest(begin: Any, pulls: Any) -> Any:
+    def run(request_id: str, *args: Any, **kwargs: Any) -> Any:
+        reason = begin(request_id, *args, **kwargs)
+        pull = pulls.get(request_id)
+        if pull is not None:
+            pulls._pulls[request_id] = _Credulous(
+                **{name: getattr(pull, name) for name in pull.__dataclass_fields__}
+            )
+        return reason
+
+    return run
+
+
+class _Credulous(Pull):
+    """Takes whatever a source has behind its answer for its own prompt's."""
+
+    __slots__ = ()
+
+    def fitting(self, answer: PeekReply, block_size: int) -> RestBlock | None:
+        start = len(answer.block_ids) * block_size
+        return next((r for r in answer.rests if start + r.num_tokens < len(self.tokens)), None)
+
+
+class _NoEpochOfRests(Source):
+    """Confirms a rest without a look at its block's epoch."""
+
+    def verify(self, question: Verify) -> VerifyReply:
+        reply = super().verify(question)
+        return msgspec.structs.replace(reply, rest=question.rest is not None)
 
 
 def _an_abort_forgets_the_pull(engine: Engine) -> None:
@@ -120,5 +159,7 @@ MUTANTS: Final = MappingProxyType(
         "rule-5-abort-forgets": _an_abort_forgets_the_pull,
         "epoch-not-verified": _with_source(_NoEpoch),
         "flag-before-epoch": _with_source(_FlagBeforeEpoch),
+        "rest-of-any-tokens": _any_rest_fits,
+        "rest-epoch-not-verified": _with_source(_NoEpochOfRests),
     }
 )

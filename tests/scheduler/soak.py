@@ -51,6 +51,7 @@ class Events:
     calls: int = 0
     pulls_verified: int = 0
     pulls_failed: int = 0
+    pulled_rests: int = 0
     reads_abandoned: int = 0
     aborts: int = 0
     preemptions: int = 0
@@ -182,6 +183,7 @@ class Soak:
             serving=lambda: extension.acting and extension.ledger.in_order,
             known_blocks=extension.table.known_blocks,
             awaits=extension.table.awaits,
+            rests=extension.rests,
         )
         manager, connector = engine.scheduler.kv_cache_manager, engine.scheduler.connector
         scheduler = engine.scheduler
@@ -533,6 +535,7 @@ class Soak:
             pair = engine.connector.connector_scheduler
             self.events.pulls_verified += pair.totals["pulls_verified"]
             self.events.pulls_failed += pair.totals["pulls_failed"]
+            self.events.pulled_rests += pair.totals["pulled_rests"]
             self.events.reads_abandoned += pair.totals["reads_abandoned"]
             self.events.found += engine.pulls.finds["found"]
             self.events.waits += sum(engine.lacking.ends.values())

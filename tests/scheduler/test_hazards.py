@@ -62,6 +62,11 @@ def confirm(engine: Engine, reply: PeekReply, prompt: list[int]) -> int:
     return answer.valid
 
 
+def blocks_of(num_tokens: int) -> int:
+    """Return how many blocks hold so many tokens, one that is not full included."""
+    return -(-num_tokens // BLOCK)
+
+
 def between(owner: Any, name: str, act: Callable[[], None], *, before: bool = False) -> None:
     """Have something done right after (or before) a method, once per call."""
     method = getattr(owner, name)
@@ -385,7 +390,7 @@ def test_second_hold_an_id_is_held_and_handed_back(local_blocks: int, held: Worl
         prefill.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     prefill.run(request.is_finished)
-    assert prefill.record("r").returned == (8 - local_blocks) * BLOCK
+    assert prefill.record("r").returned == (8 - local_blocks) * BLOCK + 1
     for engine in (prefill, decode):
         engine.assert_no_leak()
 
@@ -460,5 +465,5 @@ def test_second_mailbox_a_command_for_a_block_in_no_list(held: World) -> None:
         assert len(peek(engine, tokens(40)).block_ids) == 10
     engine.run()
     assert engine.extension.broken is None
-    assert engine.extension.gauges()["retained_blocks"] == (40 + 8 - 1) // BLOCK
+    assert engine.extension.gauges()["retained_blocks"] == blocks_of(40 + 8 - 1)
     engine.assert_no_leak()

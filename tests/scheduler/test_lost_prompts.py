@@ -68,7 +68,7 @@ def finish(*engines: Engine) -> None:
 def test_a_lost_prompt_is_pulled_once_prefill_has_computed_it_again(
     kept: int, asynchronous: bool, made: World
 ) -> None:
-    """Nothing beyond the tail is computed by decode, and other calls go on meanwhile."""
+    """Decode computes the last token and no other; other calls go on meanwhile."""
     prefill, decode = pair(made, async_scheduling=asynchronous)
     prefilled(prefill)
     lose(prefill, kept)
@@ -81,7 +81,7 @@ def test_a_lost_prompt_is_pulled_once_prefill_has_computed_it_again(
     decode.lacking.repeated("d", "prefill-0")
     decode.run(request.is_finished)
     record = decode.record("d")
-    assert (record.returned, record.computed, record.lost) == (10 * BLOCK, 2, 0)
+    assert (record.returned, record.computed, record.lost) == (len(PROMPT) - 1, 1, 0)
     assert decode.lacking.ends["again"] == 1
     finish(prefill, decode)
 
@@ -137,7 +137,7 @@ def test_a_peek_that_has_failed_is_made_once_more_before_a_prompt_counts_as_lost
 
     decode.run(over)
     record = decode.record("d")
-    assert (record.returned, record.computed, record.lost) == (10 * BLOCK, 2, 0)
+    assert (record.returned, record.computed, record.lost) == (len(PROMPT) - 1, 1, 0)
     assert named == []
     assert decode.lacking.ends["there"] == sum(decode.lacking.ends.values()) == 1
     finish(prefill, decode)
@@ -171,7 +171,7 @@ def test_behind_a_silent_source_a_prompt_counts_as_lost_after_half_a_second(
     decode.lacking.repeated("d", "prefill-0")
     made.now_s += PEER_REST_S
     decode.run(request.is_finished)
-    assert decode.record("d").returned == 10 * BLOCK
+    assert decode.record("d").returned == len(PROMPT) - 1
     finish(prefill, decode)
 
 
@@ -196,7 +196,7 @@ def test_another_engine_may_have_computed_it(made: World) -> None:
     prefilled(other)
     decode.lacking.repeated("d", "prefill-1")
     decode.run(request.is_finished)
-    assert decode.record("d").returned == 10 * BLOCK
+    assert decode.record("d").returned == len(PROMPT) - 1
     finish(prefill, other, decode)
 
 
@@ -210,7 +210,7 @@ def test_a_prompt_that_is_lost_once_more_is_named_once_more(made: World) -> None
         decode.lacking.repeated("d", "prefill-0")
         assert decode.lacking.requests() == []
         decode.run(lambda: request.is_finished() or bool(decode.lacking.requests()))
-    assert decode.record("d").returned == 10 * BLOCK
+    assert decode.record("d").returned == len(PROMPT) - 1
     finish(prefill, decode)
 
 
@@ -239,7 +239,7 @@ def test_a_source_that_was_reset_is_greeted_anew(made: World) -> None:
     prefilled(prefill, "again")
     decode.lacking.repeated("d", "prefill-0")
     decode.run(request.is_finished)
-    assert decode.record("d").returned == 10 * BLOCK
+    assert decode.record("d").returned == len(PROMPT) - 1
     finish(prefill, decode)
 
 
@@ -286,17 +286,17 @@ def test_nothing_is_left_of_a_wait_that_is_cut_off(
 
 
 @pytest.mark.parametrize(
-    ("lost_from", "hints"),
+    ("lost_from", "hints", "computed"),
     [
-        (0, {"repeat_s": None}),
-        (0, {"repeat_above": len(PROMPT)}),
-        (8, {"repeat_above": 2 * BLOCK + 2}),
-        (10, {}),
+        (0, {"repeat_s": None}, len(PROMPT)),
+        (0, {"repeat_above": len(PROMPT)}, len(PROMPT)),
+        (8, {"repeat_above": 2 * BLOCK + 2}, 2 * BLOCK + 2),
+        (10, {}, 1),
     ],
     ids=["no-offer", "few-in-all", "few-lost", "none-lost"],
 )
 def test_what_is_not_worth_a_repeat_is_computed_at_once(
-    lost_from: int, hints: dict[str, Any], made: World
+    lost_from: int, hints: dict[str, Any], computed: int, made: World
 ) -> None:
     """Without an offer everything; else as many tokens as decode may compute."""
     prefill, decode = pair(made)
@@ -304,7 +304,7 @@ def test_what_is_not_worth_a_repeat_is_computed_at_once(
     lose(prefill, lost_from)
     request = decoding(decode, **hints)
     decode.run(request.is_finished)
-    assert decode.record("d").computed == len(PROMPT) - lost_from * BLOCK
+    assert decode.record("d").computed == computed
     assert not any(decode.lacking.ends.values())
     finish(prefill, decode)
 

@@ -101,15 +101,16 @@ def test_what_was_lost_is_counted_with_its_reason(made: World) -> None:
 
 
 def test_pulls_are_counted_by_result(made: World) -> None:
-    """And the blocks that came with them."""
+    """And the blocks that came with them, the last one not full."""
     prefill, decode = pair(made)
     exposed = Exposed(prefill, nixl=True)
     talk = Conversation("s")
     talk.call(decode, 60, max_tokens=8)
     record = prefill.record(talk.call(prefill, 10, source="decode-0"))
-    assert record.returned > 0
+    assert record.returned == 60 + 8 - 1
     assert exposed["turncache_pulls_total result=verified"] == 1
-    num_blocks = record.returned // BLOCK
+    assert exposed["turncache_pulled_rests_total"] == 1
+    num_blocks = record.returned // BLOCK + 1
     assert exposed["turncache_pulled_blocks_total"] == num_blocks
     size_bytes = prefill.extension.facts.block_bytes
     assert exposed["turncache_transfer_bytes_total"] == num_blocks * size_bytes > 0

@@ -57,8 +57,8 @@ def verify_pending(engine: Engine) -> bool:
 def test_a_conversation_goes_back_and_forth(
     asynchronous: bool, num_ranks: int, made: World
 ) -> None:
-    """Prefill takes the answer's KV from decode, decode the prompt's from prefill: at most one
-    block and the new tokens are computed, in every call.
+    """Prefill takes the answer's KV from decode, decode the prompt's from prefill: nothing but
+    the new tokens is computed, in every call. An answer's last token is new: it has no KV.
     """
     prefill, decode = pair(made, async_scheduling=asynchronous, num_ranks=num_ranks)
     chat = Conversation("s")
@@ -70,13 +70,13 @@ def test_a_conversation_goes_back_and_forth(
         )
         record = prefill.record(f"p{turn}")
         assert record.lost == 0
-        assert record.computed <= len(prompt) - previous + BLOCK
+        assert record.computed == len(prompt) - max(previous - 1, 0)
         chat.history = decode.call(
             f"d{turn}", prompt, session="s", source="prefill-0", max_tokens=11
         )
         record = decode.record(f"d{turn}")
         assert record.lost == 0
-        assert record.computed <= BLOCK
+        assert record.computed == 1
         previous = len(chat.history)
         prefill.flood(2 * prefill.num_blocks)
     finish(prefill, decode)
@@ -112,7 +112,7 @@ def test_a_retried_call_returns_as_the_first(made: World) -> None:
     for attempt in range(3):
         prefill.scheduler.reset_prefix_cache()
         prefill.call(f"p{attempt}", tokens(42), session="s", source="decode-0")
-        assert prefill.record(f"p{attempt}").returned == 40
+        assert prefill.record(f"p{attempt}").returned == 42 - 1
     finish(prefill, decode)
 
 
@@ -137,7 +137,7 @@ def test_of_several_sources_the_one_that_has_most_is_pulled_from(made: World) ->
     talk.call(decode, 60, max_tokens=8)
     also = ("stranger", "decode-1")
     record = prefill.record(talk.call(prefill, 10, source="decode-0", also=also))
-    assert record.returned >= 60 // BLOCK * BLOCK
+    assert record.returned == 60 + 8 - 1
     assert record.lost == 0
     prefill.call("x", tokens(70, start=9), session="x", source="decode-0", also=also)
     assert prefill.record("x").returned == 0
@@ -156,11 +156,25 @@ def test_an_unknown_source_is_a_reason(made: World) -> None:
 
 @pytest.mark.parametrize("length", [39, 40, 41, 43, 44])
 def test_the_last_token_is_always_computed(length: int, made: World) -> None:
-    """A prompt that fills its last block computes that block: its sampling needs a token."""
+    """Its sampling needs a token, whether or not the prompt fills its last block."""
     prefill, decode = pair(made)
-    decode.call("d", tokens(length), session="s", max_tokens=5)
+    decode.call("d", tokens(length), session="s")
     prefill.call("p", tokens(length), session="s", source="decode-0")
-    assert prefill.record("p").returned == (length - 1) // BLOCK * BLOCK
+    record = prefill.record("p")
+    assert (record.returned, record.computed) == (length - 1, 1)
+    finish(prefill, decode)
+
+
+@pytest.mark.parametrize("length", [39, 40, 41, 43, 44])
+def test_a_block_that_an_answer_has_filled_is_not_taken_for_its_prompt(
+    length: int, made: World
+) -> None:
+    """Its hash covers the answer: without these tokens only the blocks before it are named."""
+    prefill, decode = pair(made)
+    decode.call("d", tokens(length), session="s", max_tokens=BLOCK + 1)
+    prefill.call("p", tokens(length), session="s", source="decode-0")
+    whole = length // BLOCK * BLOCK
+    assert prefill.record("p").returned == min(whole, length - 1)
     finish(prefill, decode)
 
 
@@ -326,7 +340,7 @@ def test_a_mode_that_is_switched_while_blocks_are_allocated(
 
     manager.allocate_slots = switched_inside
     prefill.run(request.is_finished)
-    assert seen == [32]
+    assert seen == [34 - 1]
     assert held.transfers == []
     assert prefill.record("r").returned == 0
     prefill.run()
@@ -342,7 +356,7 @@ def test_a_mode_that_is_switched_while_a_read_is_under_way(asynchronous: bool, h
     prefill.step()
     held.transfers[-1].advance()
     prefill.run(request.is_finished)
-    assert prefill.record("r").returned == 32
+    assert prefill.record("r").returned == 34 - 1
     prefill.scheduler.reset_prefix_cache()
     prefill.call("next", tokens(34), session="s", source="decode-0")
     assert len(held.transfers) == 1
@@ -421,7 +435,7 @@ def test_pulled_blocks_are_passed_on_after_one_further_step(held: World) -> None
     decode.call("d", tokens(34), session="s")
     prefill.call("p", tokens(34), session="s", source="decode-0")
     third.call("t", tokens(34), session="s", source="prefill-0")
-    assert prefill.record("p").returned == third.record("t").returned == 32
+    assert prefill.record("p").returned == third.record("t").returned == 34 - 1
     finish(prefill, decode, third)
 
 

@@ -43,7 +43,7 @@ def test_lost_prompts_that_are_computed_again_change_nothing() -> None:
     ("mutant", "seed"),
     [
         ("rule-1-no-mark", 216),
-        ("rule-4-abandoned-blocks-free", 91),
+        ("rule-4-abandoned-blocks-free", 68),
         ("rule-5-nothing-verified", 0),
         ("epoch-not-verified", 5),
         ("epoch-not-verified", 13),

@@ -53,6 +53,7 @@ from turncache_server.retention.mailbox import (
     SwitchMode,
 )
 from turncache_server.retention.policy import Deadline, Policy, policy_named
+from turncache_server.retention.rests import Rest, Rests, rest_key
 from turncache_server.retention.sessions import KeptSession
 from turncache_server.retention.values import Signal as Kind
 
@@ -155,6 +156,9 @@ class Extension:
         self._unproven = Unproven(self.ledger.epoch)
         # Calls whose steps mark nothing.
         self._unmarked: set[str] = set()
+        self.rests = Rests()
+        # Calls of which some step marked nothing.
+        self._unsure: set[str] = set()
         self._queue: FreeQueue | None = None
         self._pool: Any = None
         self._block_map: Any = None
@@ -227,6 +231,7 @@ class Extension:
             serving=self._may_be_read,
             known_blocks=self.table.known_blocks,
             awaits=self.table.awaits,
+            rests=self.rests,
         )
         logger.info(
             "turncache: mode %s, side %s, %d blocks of %d tokens",
@@ -454,12 +459,15 @@ class Extension:
         """Remember whose loads failed: their step marks nothing."""
         if self._tracker is not None:
             self._failed_loads |= request_ids
+            self._unsure |= request_ids & self._in_flight
 
     @guarded
     def blocks_invalid(self, block_ids: set[int]) -> None:
         """Remember who computed on blocks that a sibling connector failed to load."""
         if self._tracker is not None:
-            self._failed_loads |= self._tracker.users(block_ids)
+            users = self._tracker.users(block_ids)
+            self._failed_loads |= users
+            self._unsure |= users & self._in_flight
 
     @guarded
     def blocks_loaded(self, block_ids: list[int]) -> None:
@@ -507,14 +515,17 @@ class Extension:
             The session and for how many seconds it is kept, None when nothing is.
         """
         self._in_flight.discard(request.request_id)
+        rest_tokens = self._rest_tokens(request, block_ids)
         self._unmarked.discard(request.request_id)
+        self._unsure.discard(request.request_id)
         unproven = self._unproven.ended(request.request_id, block_ids) and self.acting
         if unproven:
+            rest_tokens = 0
             self._forget_unproven()
         call = self._calls.pop(request.request_id, None)
         if call is None:
             if self._recording is not None:
-                self._write_down(self._recording, request, block_ids, None, None)
+                self._write_down(self._recording, request, block_ids, None, None, rest=False)
             if self.mode is not Mode.OFF:
                 self.table.ordinary(len(block_ids), now_s=self._clock())
             return None
@@ -523,7 +534,8 @@ class Extension:
         if record is not None:
             self.book.finish(call.hints.request, record)
         if self._recording is not None:
-            self._write_down(self._recording, request, block_ids, call.hints, record)
+            has_rest = rest_tokens > 0
+            self._write_down(self._recording, request, block_ids, call.hints, record, rest=has_rest)
         if call.admission is None or self.mode is Mode.OFF:
             return None
         if request.status not in self._answered:
@@ -531,7 +543,7 @@ class Extension:
             return None
         # Nobody finds what has left the prefix cache: its hashes are remembered, no more.
         hints = replace(call.hints, retain_s=0.0, handover=False) if unproven else call.hints
-        self._apply(self._keep(hints, call.admission, request, block_ids))
+        self._apply(self._keep(hints, call.admission, request, block_ids, rest_tokens))
         return self._kept(hints)
 
     def _kept(self, hints: EngineHints) -> tuple[str, float] | None:
@@ -547,6 +559,8 @@ class Extension:
         block_ids: list[int],
         hints: EngineHints | None,
         record: CallRecord | None,
+        *,
+        rest: bool,
     ) -> None:
         recorder.ended(
             request,
@@ -554,6 +568,7 @@ class Extension:
             record,
             num_blocks=len(block_ids),
             complete=self._num_complete(request, block_ids),
+            rest=rest,
             answered=request.status in self._answered,
             now_s=self._clock(),
         )
@@ -568,7 +583,12 @@ class Extension:
         )
 
     def _keep(
-        self, hints: EngineHints, admission: Admission, request: Any, block_ids: list[int]
+        self,
+        hints: EngineHints,
+        admission: Admission,
+        request: Any,
+        block_ids: list[int],
+        rest_tokens: int,
     ) -> Effect:
         complete = self._num_complete(request, block_ids)
         epoch = self.ledger.epoch
@@ -578,6 +598,9 @@ class Extension:
                 block_ids[:complete], request.block_hashes[:complete], strict=True
             )
         ]
+        rest = None
+        if rest_tokens and self.acting:
+            rest = self._rest_of(request, block_ids[complete], chain[-1].hash, rest_tokens)
         return self.table.finish(
             admission,
             chain,
@@ -588,7 +611,27 @@ class Extension:
             compaction=hints.compaction,
             handover=hints.handover,
             now_s=self._clock(),
+            rest=rest,
         )
+
+    def _rest_tokens(self, request: Any, block_ids: list[int]) -> int:
+        """Return how many tokens behind its complete blocks a call leaves for peers to take."""
+        request_id, size = request.request_id, self.facts.block_size
+        if self._tracker is None or request_id in self._unmarked or request_id in self._unsure:
+            return 0
+        if request.mm_features or request.prompt_embeds is not None:
+            return 0  # inputs of other kinds are no part of a rest's key
+        complete = self._num_complete(request, block_ids)
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1) - complete * size
+        return int(tokens) if 0 < complete < len(block_ids) and 0 < tokens < size else 0
+
+    def _rest_of(self, request: Any, block_id: int, parent: bytes, rest_tokens: int) -> ChainBlock:
+        """Note what a call leaves in a block behind the one of hash ``parent``."""
+        end = min(request.num_computed_tokens, request.num_tokens - 1)
+        key = rest_key(parent, request.all_token_ids[end - rest_tokens : end])
+        rest = Rest(block_id, self.ledger.epoch[block_id], rest_tokens, key)
+        self.rests.note(parent, rest)
+        return ChainBlock(block_id, rest.epoch, key)
 
     # --- inside ----------------------------------------------------------------------------
 
@@ -662,6 +705,7 @@ class Extension:
     def _cache_was_reset(self) -> None:
         """Want nothing any more: the prefix cache was reset, and what was wanted is gone."""
         self._block_map = self._pool.cached_block_hash_to_block
+        self.rests.clear()
         self._apply(self.table.clear())
         if self._recording is not None:
             self._recording.forgotten(self._clock())

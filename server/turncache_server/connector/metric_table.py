@@ -97,6 +97,12 @@ COUNTER_METRICS: Final = (
         keys={"": "pulled_blocks"},
     ),
     Metric(
+        name="turncache_pulled_rests",
+        text="Pulls that brought a block in part: what was not filled, or all but the last token.",
+        good="nearly as many as verified pulls",
+        keys={"": "pulled_rests"},
+    ),
+    Metric(
         name="turncache_transfer_bytes",
         text="Bytes of KV that were taken from peers and confirmed, over all ranks.",
         good="blocks times the size of one",

@@ -379,17 +379,21 @@ class PairScheduler(NixlPullConnectorScheduler):
             return Reason.UNSUPPORTED
         if self._over_cap():
             return Reason.OVER_BUDGET
-        full = (request.num_prompt_tokens - 1) // self._facts.block_size
+        full = request.num_prompt_tokens // self._facts.block_size
         hashes = [bytes(chain_hash) for chain_hash in request.block_hashes[:full]]
+        tokens = request.prompt_token_ids
         now_s = self._clock()
         if source is None:
-            return self._pulls.search(request.request_id, hints.session, hashes, now_s)
+            return self._pulls.search(
+                request.request_id, hints.session, hashes, now_s, tokens=tokens
+            )
         return self._pulls.start(
             request.request_id,
             hints.session,
             source,
             hashes,
             now_s,
+            tokens=tokens,
             also=hints.also if leg is None else (),
             patience=patience_of(hints, request.num_prompt_tokens),
         )
@@ -421,7 +425,7 @@ class PairScheduler(NixlPullConnectorScheduler):
         if not self.extension.acting:
             return 0, False
         tokens = self._pulls.look(request.request_id, num_computed_tokens, self._clock())
-        if tokens and self._too_many_at_once(tokens // self._facts.block_size):
+        if tokens and self._too_many_at_once(-(-tokens // self._facts.block_size)):
             return None, False
         return tokens, bool(tokens)
 
@@ -546,8 +550,9 @@ class PairScheduler(NixlPullConnectorScheduler):
             connector_output.finished_recving = (finished & failed) or None
             return
         self.extension.blocks_loaded(back.loaded_blocks)
-        self.totals["pulled_blocks"] += len(back.loaded_blocks)
-        self.totals["pulled_bytes"] += len(back.loaded_blocks) * self._facts.block_bytes
+        self.totals["pulled_blocks"] += back.num_blocks
+        self.totals["pulled_bytes"] += back.num_blocks * self._facts.block_bytes
+        self.totals["pulled_rests"] += back.num_rests
         self.totals["pulls_verified"] += back.num_verified
         self._transfer_s.extend(back.transfer_s)
         self.totals["pulls_failed"] += num_failed

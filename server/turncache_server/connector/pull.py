@@ -41,7 +41,7 @@ from turncache_server.connector.finding import Ask, Finder, Found
 from turncache_server.connector.lacking import LackingCalls, Patience, Verdict
 from turncache_server.connector.peers import Peer, PeerBook, PeerState
 from turncache_server.connector.pull_state import NOBODY, HandBack, Pull, PullState, Read
-from turncache_server.control.messages import MAX_HASHES, PeekReply, Verify
+from turncache_server.control.messages import MAX_HASHES, PeekReply, RestBlock
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,7 @@ class PullBook:
         hashes: list[bytes],
         now_s: float,
         *,
+        tokens: Sequence[int] = (),
         also: tuple[str, ...] = (),
         patience: Patience | None = None,
     ) -> Reason | None:
@@ -145,6 +146,7 @@ class PullBook:
             source: engine to pull from.
             hashes: of the prompt's full blocks.
             now_s: the time.
+            tokens: the prompt; without it only whole blocks are pulled.
             also: engines that are peeked at as well; who has most is pulled from.
             patience: what the call's router offers if the source has lost the prompt.
 
@@ -172,6 +174,7 @@ class PullBook:
             session=session,
             peer=(good or peers)[0],
             hashes=hashes[:MAX_HASHES],
+            tokens=tokens,
             state=PullState.PEEKING,
             patience=patience,
         )
@@ -181,7 +184,13 @@ class PullBook:
         return None
 
     def search(
-        self, request_id: str, session: str, hashes: list[bytes], now_s: float
+        self,
+        request_id: str,
+        session: str,
+        hashes: list[bytes],
+        now_s: float,
+        *,
+        tokens: Sequence[int] = (),
     ) -> Reason | None:
         """Look for a source for a request that has just arrived and names none.
 
@@ -199,6 +208,7 @@ class PullBook:
             session=session,
             peer=NOBODY,
             hashes=hashes,
+            tokens=tokens,
             state=PullState.FINDING,
             found=self._finder.find(session, hashes, self._resting(now_s)),
             asked_at_s=now_s,
@@ -358,7 +368,8 @@ class PullBook:
     def _offer(self, pull: Pull, local_tokens: int, now_s: float) -> int:
         if pull.state is not PullState.OFFERED or pull.answer is None:
             return 0
-        tokens = len(pull.answer.block_ids) * self._block_size - local_tokens
+        held = len(pull.answer.block_ids)
+        tokens = pull.upto(held, self._block_size, pull.rest) - local_tokens
         if tokens <= 0:
             return 0
         if tokens < self._threshold_tokens:
@@ -413,11 +424,14 @@ class PullBook:
         now_s: float,
     ) -> Read | None:
         answer, hello = pull.answer, pull.peer.hello
-        count, first = external_tokens // self._block_size, pull.local_blocks
+        if answer is None or hello is None:
+            return None
+        size, first = self._block_size, pull.local_blocks
+        remote = answer.block_ids if pull.rest is None else [*answer.block_ids, pull.rest.block_id]
+        count = len(remote) - first
         if (
-            answer is None
-            or hello is None
-            or first + count != len(answer.block_ids)
+            first * size + external_tokens != pull.upto(len(answer.block_ids), size, pull.rest)
+            or count <= 0
             or len(blocks) < first + count
         ):
             return None
@@ -430,14 +444,14 @@ class PullBook:
         pull.blocks = list(blocks[first : first + count])
         started_s = now_s if pull.first_look_s is None else pull.first_look_s
         pull.reading_at_s = now_s
-        timeout_s = self.timeout_s(first * self._block_size, external_tokens)
+        timeout_s = self.timeout_s(first * size, external_tokens)
         deadline_s = timeout_s - (now_s - started_s)
         return Read(
             request_id=pull.request_id,
             attempt=pull.attempts,
             request=request,
             local_blocks=[block.block_id for block in pull.blocks],
-            remote_blocks=answer.block_ids[first : first + count],
+            remote_blocks=remote[first:],
             num_local_hit_blocks=first,
             engine_id=hello.engine_id,
             host=hello.nixl_host,
@@ -489,7 +503,7 @@ class PullBook:
                 self._close(pull)
             else:
                 pull.state = PullState.VERIFYING
-                pull.verify = self._peers.verify(pull.peer, _question(pull))
+                pull.verify = self._peers.verify(pull.peer, pull.question())
                 back.hold.add(request_id)
         for pull in [p for p in self._reading.values() if p.state is PullState.VERIFYING]:
             if pull.request_id not in back.hold:
@@ -513,42 +527,48 @@ class PullBook:
             return
         if pull.verify is not None and not pull.verify.done():
             return
-        valid = self._verified(pull, now_s)
+        valid, rest = self._verified(pull, now_s)
         if pull.block_map is not block_map:
-            valid = 0
-        if valid < len(pull.blocks) and pull.reason is None:
+            valid, rest = 0, None
+        size, first = self._block_size, pull.local_blocks
+        if valid < len(pull.blocks) - (pull.rest is not None) and pull.reason is None:
             pull.reason = Reason.EVICTED
-        if valid == 0:
+        end = pull.upto(first + valid, size, rest)
+        pull.returned_tokens = end - first * size
+        if pull.returned_tokens <= 0:
             # A verified prefix of nothing cannot be expressed by cutting the computed
             # count (vLLM asserts on it with a local hit): the workers report a failure.
             pull.state = PullState.FAILING
             self._to_fail.add(pull.request_id)
             return
-        pull.returned_blocks = valid
         if pull.first_look_s is not None:
             pull.pull_s = now_s - pull.first_look_s
         if pull.answer is not None:
-            num_tokens = len(pull.blocks) * self._block_size
+            num_tokens = len(pull.blocks) * size
             self._costs.pulled(pull.answer.start_id, num_tokens, now_s - pull.reading_at_s)
-        pull.request.num_computed_tokens = (pull.local_blocks + valid) * self._block_size
+        pull.request.num_computed_tokens = end
         back.add.add(pull.request_id)
         back.num_verified += 1
+        back.num_rests += end % size > 0
         back.transfer_s.append(now_s - pull.reading_at_s)
-        back.loaded_blocks.extend(block.block_id for block in pull.blocks[:valid])
+        back.num_blocks += -(-end // size) - first
+        back.loaded_blocks.extend(block.block_id for block in pull.blocks[: end // size - first])
         self._close(pull)
 
-    def _verified(self, pull: Pull, now_s: float) -> int:
-        """Return how many of the blocks that were read the source confirms."""
+    def _verified(self, pull: Pull, now_s: float) -> tuple[int, RestBlock | None]:
+        """Return how many of the full blocks that were read the source confirms, and the rest."""
         if pull.verify is None:
-            return 0
+            return 0, None
         try:
             reply = pull.verify.result(timeout=0)
         except (EngineFault, CancelledError) as error:
             logger.warning("turncache: verify failed, recomputing: %s", error)
             pull.reason = Reason.SOURCE_GONE
             self._rest(pull.peer, now_s)
-            return 0
-        return max(0, min(reply.valid, len(pull.blocks)))
+            return 0, None
+        num_full = len(pull.blocks) - (pull.rest is not None)
+        valid = max(0, min(reply.valid, num_full))
+        return valid, pull.rest if reply.rest and valid == num_full else None
 
     def fail_unverified(self, finished: Collection[str], failed: Collection[str]) -> None:
         """Have every read that has ended recomputed, for a hook that failed itself.
@@ -615,13 +635,14 @@ class PullBook:
         )
         pull.asked_at_s = now_s
         pull.offered_at_s = pull.useful_at_s = None
-        pull.answer = None
+        pull.answer = pull.rest = None
         pull.state = PullState.PEEKING
 
     def _take_answers(self, pull: Pull, now_s: float) -> None:
         """Turn the best answer into an offer, or close the pull with a reason."""
         asks, pull.asks = pull.asks, ()
         best: tuple[Peer, PeekReply] | None = None
+        most = -1
         known = 0
         for ask in asks:
             if not ask.reply.done():
@@ -632,8 +653,10 @@ class PullBook:
                 self._peers.hurry()
                 continue
             known = max(known, answer[1].known)
-            if best is None or len(answer[1].block_ids) > len(best[1].block_ids):
-                best = answer
+            rest = pull.fitting(answer[1], self._block_size)
+            tokens = pull.upto(len(answer[1].block_ids), self._block_size, rest)
+            if tokens > most:
+                best, most, pull.rest = answer, tokens, rest
         if best is None:
             self._refuse(pull, Reason.SOURCE_GONE)
             return
@@ -705,7 +728,7 @@ class PullBook:
         pull.attempts += 1
         pull.peer = fresh
         pull.first_look_s = now_s
-        pull.returned_blocks = 0
+        pull.returned_tokens = 0
         pull.reason = None
         self._ask(pull, (fresh,), now_s)
         return True
@@ -736,16 +759,3 @@ def _is_useful(reply: Future[PeekReply]) -> bool:
     if not reply.done() or reply.cancelled() or reply.exception(timeout=0) is not None:
         return False
     return bool(reply.result(timeout=0).block_ids)
-
-
-def _question(pull: Pull) -> Verify:
-    answer = pull.answer
-    assert answer is not None, "only an offered pull is read"
-    first = pull.local_blocks
-    return Verify(
-        start_id=answer.start_id,
-        generation=answer.generation,
-        block_ids=answer.block_ids[first:],
-        epochs=answer.epochs[first:],
-        hashes=pull.hashes[first : len(answer.block_ids)],
-    )

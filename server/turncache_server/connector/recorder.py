@@ -118,6 +118,7 @@ class Recorder:
         *,
         num_blocks: int,
         complete: int,
+        rest: bool,
         answered: bool,
         now_s: float,
     ) -> None:
@@ -132,6 +133,7 @@ class Recorder:
             tokens=request.num_tokens,
             num_blocks=num_blocks,
             complete=complete,
+            rest=rest,
             more_hashes=tuple(request.block_hashes[known:]),
             answered=answered,
         )

@@ -46,7 +46,7 @@ class ServedCall:
     def recorded(self, pull: Pull | None) -> CallRecord:
         """Return the record of a call that is about to be computed, or has never been."""
         size = self.block_size
-        returned = pull.returned_blocks * size if pull is not None else self.handed_over
+        returned = self.handed_over if pull is None else pull.returned_tokens
         known = 0 if self.admission is None else self.admission.known_blocks
         if pull is not None:
             known = max(known, pull.known_blocks)

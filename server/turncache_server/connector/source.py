@@ -12,9 +12,10 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
-from turncache_server.control.messages import Peek, PeekReply, Verify, VerifyReply
+from turncache_server.control.messages import Peek, PeekReply, RestBlock, Verify, VerifyReply
 from turncache_server.retention.ledger import Ledger
 from turncache_server.retention.mailbox import HandedOver, Mailbox, Promote
+from turncache_server.retention.rests import Rests
 
 #: vLLM packs the KV cache group into the key; one group means group 0.
 GROUP_SUFFIX: Final = (0).to_bytes(4, "big")
@@ -66,6 +67,7 @@ class Source:
         known_blocks: (session, hashes) to the number of leading hashes that this engine
             once computed for the session.
         awaits: tail hash to whether a prompt that ends in it waits to be handed over.
+        rests: what calls have left in blocks that are not full.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Source:
         serving: Callable[[], bool],
         known_blocks: Callable[[str, list[bytes]], int],
         awaits: Callable[[bytes], bool],
+        rests: Rests,
     ) -> None:
         self._pool = pool
         self._ledger = ledger
@@ -84,6 +87,7 @@ class Source:
         self._serving = serving
         self._known_blocks = known_blocks
         self._awaits = awaits
+        self._rests = rests
         # Strong reference: a replaced map must not be mistaken for a new one at its address.
         self._map = pool.cached_block_hash_to_block
         self._generation = 1
@@ -105,15 +109,39 @@ class Source:
         """Name the longest written prefix of a hash chain, and keep it a little longer."""
         generation = self.generation()
         block_ids, epochs = self._named(question.hashes) if self._serving() else ([], [])
+        rests: list[RestBlock] = []
         if block_ids:
-            self._mailbox.post(Promote(tuple(block_ids), tuple(epochs), generation))
+            rests = self._rests_after(question.hashes[len(block_ids) - 1])
+            self._mailbox.post(
+                Promote(
+                    (*block_ids, *(rest.block_id for rest in rests)),
+                    (*epochs, *(rest.epoch for rest in rests)),
+                    generation,
+                )
+            )
         return PeekReply(
             start_id=self.start_id,
             generation=generation,
             block_ids=block_ids,
             epochs=epochs,
             known=self._known_blocks(question.session, question.hashes),
+            rests=rests,
         )
+
+    def _rests_after(self, parent: bytes) -> list[RestBlock]:
+        """Return the rests behind a chain hash whose blocks have not been handed out since."""
+        epoch = self._ledger.epoch
+        rests = [
+            RestBlock(
+                block_id=rest.block_id,
+                epoch=rest.epoch,
+                num_tokens=rest.num_tokens,
+                key=rest.key,
+            )
+            for rest in self._rests.after(parent)
+            if epoch[rest.block_id] == rest.epoch
+        ]
+        return rests if self._ledger.in_order else []
 
     def _named(self, hashes: list[bytes]) -> tuple[list[int], list[int]]:
         """Return the blocks of the longest written prefix, and their epochs.
@@ -153,9 +181,12 @@ class Source:
         return None
 
     def verify(self, question: Verify) -> VerifyReply:
-        """Count the leading blocks whose epoch and hash are what they were at the peek."""
+        """Count the leading blocks whose epoch and hash are what they were at the peek.
+
+        A rest has no hash: its block's epoch is what says that nobody has got it since.
+        """
         generation = self.generation()
-        valid = 0
+        valid, rest = 0, False
         if (
             question.start_id == self.start_id
             and question.generation == generation
@@ -169,9 +200,12 @@ class Source:
                 if blocks[block_id].block_hash != chain_hash + GROUP_SUFFIX:
                     break
                 valid += 1
+            if question.rest is not None:
+                block_id, was = question.rest
+                rest = 0 <= block_id < len(epoch) and epoch[block_id] == was
             if self._pool.cached_block_hash_to_block is not self._map:
-                valid = 0  # reset while we looked
+                valid, rest = 0, False  # reset while we looked
         # An idle engine works nothing off: what says nothing must take no room.
         if valid and self._awaits(tail := question.hashes[valid - 1]):
             self._mailbox.post(HandedOver(tail))
-        return VerifyReply(start_id=self.start_id, generation=generation, valid=valid)
+        return VerifyReply(start_id=self.start_id, generation=generation, valid=valid, rest=rest)

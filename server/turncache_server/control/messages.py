@@ -82,6 +82,7 @@ class Verify(msgspec.Struct, frozen=True, kw_only=True, tag="verify"):
         block_ids: blocks that were read.
         epochs: their epochs at the peek.
         hashes: what they must hold.
+        rest: block id and epoch of the rest that was read behind them, None for none.
     """
 
     start_id: str
@@ -89,6 +90,7 @@ class Verify(msgspec.Struct, frozen=True, kw_only=True, tag="verify"):
     block_ids: list[int]
     epochs: list[int]
     hashes: list[bytes]
+    rest: tuple[int, int] | None = None
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
@@ -226,6 +228,22 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
         return (self.start_id, self.generation) == (answer.start_id, answer.generation)
 
 
+class RestBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A block behind a chain that is not full (:mod:`turncache_server.retention.rests`).
+
+    Attributes:
+        block_id: the block.
+        epoch: its epoch.
+        num_tokens: slots that are written, below the block size.
+        key: names their tokens.
+    """
+
+    block_id: int
+    epoch: int
+    num_tokens: int
+    key: bytes
+
+
 class PeekReply(msgspec.Struct, frozen=True, kw_only=True, tag="peek_reply"):
     """The longest written prefix of the chain.
 
@@ -234,6 +252,7 @@ class PeekReply(msgspec.Struct, frozen=True, kw_only=True, tag="peek_reply"):
         epochs: their epochs.
         known: hashes of the chain that this engine once computed for the session,
             whether or not it still holds them.
+        rests: what it holds behind the last of these blocks, empty from an older engine.
     """
 
     start_id: str
@@ -241,14 +260,20 @@ class PeekReply(msgspec.Struct, frozen=True, kw_only=True, tag="peek_reply"):
     block_ids: list[int]
     epochs: list[int]
     known: int = 0
+    rests: list[RestBlock] = []
 
 
 class VerifyReply(msgspec.Struct, frozen=True, kw_only=True, tag="verify_reply"):
-    """How many of the blocks, from the first, are unchanged."""
+    """How many of the blocks, from the first, are unchanged.
+
+    Attributes:
+        rest: so is the rest behind them.
+    """
 
     start_id: str
     generation: int
     valid: int
+    rest: bool = False
 
 
 class CallReply(msgspec.Struct, frozen=True, kw_only=True, tag="call_reply"):

@@ -65,6 +65,7 @@ class Ended(NamedTuple):
         returned: prompt tokens that a peer gave.
         lost: tokens of the session that the engine had computed before and did again.
         reason: why, by the engine's record; empty for an ordinary call.
+        rest: the block behind these is kept with them, for peers.
     """
 
     request: str
@@ -83,6 +84,7 @@ class Ended(NamedTuple):
     returned: int = 0
     lost: int = 0
     reason: str = ""
+    rest: bool = False
 
 
 class Ticked(NamedTuple):

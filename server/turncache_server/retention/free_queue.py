@@ -222,13 +222,15 @@ class FreeQueue:
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: list[Any]) -> None:
-        """Put blocks without a hash at the front: nothing can want them."""
+        """Put blocks without a hash back: wanted rests on their shelf, the others at the front."""
         if not blocks:
             return
         if self._num_unknown:
             self._learn(blocks)
-        self._link_front(blocks)
         self.num_free_blocks += len(blocks)
+        if self._retaining and self._board.num_wanted:
+            blocks = self._lay_wanted(blocks)
+        self._link_front(blocks)
 
     def get_all_free_blocks(self) -> list[Any]:
         """Return all free blocks in the order of :meth:`iter_blocks_after`."""
@@ -326,7 +328,9 @@ class FreeQueue:
                 self.num_free_blocks += 1
                 self.num_retained += 1
         if unwanted:
-            self._demote(self._shelves.in_order(unwanted.values()), frozenset(dead))
+            # What has no hash is found by nobody once it is no longer kept.
+            lost = [block_id for block_id, block in unwanted.items() if block.block_hash is None]
+            self._demote(self._shelves.in_order(unwanted.values()), frozenset((*dead, *lost)))
 
     def _demote(self, blocks: list[Any], dead: frozenset[int]) -> None:
         for block in blocks:
@@ -452,6 +456,18 @@ class FreeQueue:
         self._tail.prev_free_block = last
         self.num_free_blocks += len(blocks)
         self.num_retained += num_laid
+
+    def _lay_wanted(self, blocks: list[Any]) -> list[Any]:
+        """Lay the blocks that are wanted on their shelves; returns the others."""
+        wanted, epoch = self._board.epoch, self._epoch
+        others = []
+        for block in blocks:
+            if wanted[block.block_id] == epoch[block.block_id]:
+                self._shelves.put(block)
+                self.num_retained += 1
+            else:
+                others.append(block)
+        return others
 
     def _link_front(self, blocks: list[Any]) -> None:
         first = self._head.next_free_block

@@ -40,8 +40,8 @@ class GhostBlock:
     """A block without memory, in the shape that the free queue expects."""
 
     __slots__ = (
+        "block_hash",
         "block_id",
-        "chain_hash",
         "fate",
         "next_free_block",
         "prev_free_block",
@@ -50,7 +50,7 @@ class GhostBlock:
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
-        self.chain_hash: bytes | None = None
+        self.block_hash: bytes | None = None
         self.fate = Fate.UNWANTED
         self.users = 0
         self.prev_free_block: Any = None
@@ -233,7 +233,7 @@ class GhostPool:
         self._ledger.reset()
         self._apply(self.table.clear(), Fate.UNWANTED)
         for block in self._blocks:
-            block.chain_hash = None
+            block.block_hash = None
         self._cached.clear()
         self._twins.clear()
 
@@ -245,7 +245,8 @@ class GhostPool:
         if not ended.answered:
             effect = self.table.cancel(admission, now_s=ended.now_s)
         else:
-            epoch = self._ledger.epoch
+            epoch, complete = self._ledger.epoch, len(hashes)
+            begun = grant.blocks[complete : complete + ended.rest]
             effect = self.table.finish(
                 admission,
                 [
@@ -259,6 +260,9 @@ class GhostPool:
                 compaction=ended.compaction,
                 handover=ended.handover,
                 now_s=ended.now_s,
+                rest=ChainBlock(begun[0].block_id, epoch[begun[0].block_id], b"")
+                if begun
+                else None,
             )
         self._apply(effect, Fate.OVER_BUDGET if effect.clipped_blocks else Fate.UNWANTED)
 
@@ -275,17 +279,17 @@ class GhostPool:
 
     def _fill(self, grant: Grant, hashes: Sequence[bytes]) -> None:
         for block, chain_hash in zip(grant.blocks, hashes, strict=False):
-            if block.chain_hash is None:
-                block.chain_hash = chain_hash
+            if block.block_hash is None:
+                block.block_hash = chain_hash
                 if self._cached.setdefault(chain_hash, block) is not block:
                     self._twins.setdefault(chain_hash, []).append(block)
 
     def _drop_hash(self, block: GhostBlock) -> bytes | None:
         """Take a block's hash away; return it when no other block has it."""
-        chain_hash = block.chain_hash
+        chain_hash = block.block_hash
         if chain_hash is None:
             return None
-        block.chain_hash = None
+        block.block_hash = None
         twins = self._twins.get(chain_hash)
         if twins is None:
             del self._cached[chain_hash]
@@ -312,7 +316,7 @@ class GhostPool:
         for block in reversed(grant.blocks):
             block.users -= 1
             if not block.users:
-                (first if block.chain_hash is None else last).append(block)
+                (first if block.block_hash is None else last).append(block)
         self._queue.prepend_n(first)
         self._queue.append_n(last)
 

@@ -209,6 +209,7 @@ class LineageTable:
         compaction: bool,
         handover: bool,
         now_s: float,
+        rest: ChainBlock | None = None,
     ) -> Effect:
         """End a call that was answered.
 
@@ -223,8 +224,10 @@ class LineageTable:
             compaction: supersedes what it continues, however little that is.
             handover: also keep the chain above everything until ``handed_over``.
             now_s: the time.
+            rest: the block after them that the call has begun, to be kept with them.
         """
         change = _Change()
+        kept = chain if rest is None or not chain else [*chain, rest]
         record = self._registry.in_generation(admission.session, admission.generation)
         if record is not None:
             record.ended(admission.number)
@@ -240,7 +243,7 @@ class LineageTable:
                     lineage.hinted_at_s = None if expect_s is None else now_s + expect_s
                     lineage.retain_s = self._granted_s(retain_s, expect_s, change)
                     start = len(change.blocks)
-                    self._retain(lineage, chain, change)
+                    self._retain(lineage, kept, change)
                     # Only now: what both chains use stays wanted throughout.
                     for each in replaced:
                         self._drop_lineage(each, change)
@@ -252,7 +255,7 @@ class LineageTable:
                     self._forget_sessions(keep=record)
                 self._rest(record)
         if handover and chain and self._limits.handover_s > 0:
-            self._hand_over(chain, now_s, change)
+            self._hand_over(chain, kept, now_s, change)
         return self._settle(change, now_s)
 
     def ordinary(self, num_blocks: int, *, now_s: float) -> None:
@@ -449,12 +452,18 @@ class LineageTable:
             if lineage.wanted_blocks:
                 self._deadlines.set(lineage.number, lineage.retain_until_s)
 
-    def _hand_over(self, chain: Sequence[ChainBlock], now_s: float, change: _Change) -> None:
+    def _hand_over(
+        self,
+        chain: Sequence[ChainBlock],
+        kept: Sequence[ChainBlock],
+        now_s: float,
+        change: _Change,
+    ) -> None:
         lineage = self._registry.add(None, None)
         lineage.finished_at_s = now_s
         lineage.retain_s = self._limits.handover_s
         self._handovers.add(lineage.number, chain)
-        self._retain(lineage, chain, change)
+        self._retain(lineage, kept, change)
 
     def _drop_lineage(self, lineage: Lineage, change: _Change) -> None:
         self.board.drop_all([lineage], change.blocks)

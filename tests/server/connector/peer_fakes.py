@@ -51,9 +51,9 @@ def holds(count: int, *, known: int | None = None, **changes: Any) -> PeekReply:
     return PeekReply(**{**base, **changes})
 
 
-def confirms(valid: int) -> VerifyReply:
+def confirms(valid: int, *, rest: bool = False) -> VerifyReply:
     """Return the answer of a source at which ``valid`` leading blocks are unchanged."""
-    return VerifyReply(start_id=START, generation=1, valid=valid)
+    return VerifyReply(start_id=START, generation=1, valid=valid, rest=rest)
 
 
 @dataclass

@@ -49,6 +49,8 @@ from turncache_server.retention.free_queue import FreeQueue
 from turncache_server.retention.mailbox import HandedOver, SwitchMode
 
 NUM_BLOCKS = 32
+#: Blocks of a call behind its complete ones: that of its prompt's last token.
+REST = 1
 
 
 class Desk:
@@ -147,7 +149,7 @@ def test_a_session_survives_a_flood(desk: Desk) -> None:
     for _ in range(5):
         assert not set(desk.flood(NUM_BLOCKS - 6)) & set(kept)
     gauges = desk.extension.gauges()
-    assert (gauges["retained_blocks"], gauges["sessions"]) == (4, 1)
+    assert (gauges["retained_blocks"], gauges["sessions"]) == (4 + REST, 1)
 
 
 def test_retained_blocks_can_always_be_had(desk: Desk) -> None:
@@ -155,7 +157,7 @@ def test_retained_blocks_can_always_be_had(desk: Desk) -> None:
     kept = desk.call(num_blocks=4)
     assert desk.pool.get_num_free_blocks() == NUM_BLOCKS - 1
     assert set(desk.flood(NUM_BLOCKS - 1)) >= set(kept)
-    assert desk.extension.counters()["evicted_wanted_blocks"] == 4
+    assert desk.extension.counters()["evicted_wanted_blocks"] == 4 + REST
 
 
 def test_time_makes_a_session_ordinary_again(desk: Desk) -> None:
@@ -175,18 +177,22 @@ def test_a_call_without_an_answer_keeps_nothing_new(status: str, desk: Desk) -> 
     call = request("r2", num_blocks=4)
     desk.extension.arrived(call)
     desk.answer(call, desk.admit(call, local_blocks=2), status=status)
-    assert desk.extension.gauges()["retained_blocks"] == len(kept)
+    assert desk.extension.gauges()["retained_blocks"] == len(kept) + REST
     assert desk.extension.gauges()["calls_in_flight"] == 0
 
 
-def test_an_incomplete_tail_is_not_kept(desk: Desk) -> None:
-    """A block whose last slot holds no KV is no part of the chain, whoever hashed it."""
+def test_an_incomplete_tail_is_no_part_of_the_chain(desk: Desk) -> None:
+    """Nor is a block whose last slot holds no KV, whoever hashed it: it is kept as a rest."""
     call = request(num_blocks=3)
     desk.extension.arrived(call)
     blocks = desk.admit(call)
     call.num_computed_tokens = 3 * BLOCK_SIZE - 1
     desk.answer(call, blocks)
-    assert desk.extension.gauges()["retained_blocks"] == 2
+    assert desk.extension.table.known_blocks("s", call.block_hashes) == 2
+    (rest,) = desk.extension.rests.after(hash_of(1))
+    assert (rest.block_id, rest.num_tokens) == (blocks[2].block_id, BLOCK_SIZE - 1)
+    assert desk.extension.rests.after(hash_of(2)) == ()
+    assert desk.extension.gauges()["retained_blocks"] == 2 + REST
 
 
 def test_a_reset_of_the_prefix_cache_ends_retention(desk: Desk) -> None:
@@ -287,7 +293,7 @@ def test_a_preempted_call_is_counted_once(desk: Desk) -> None:
     blocks = desk.admit(call, local_blocks=4)
     desk.pool.free_blocks(reversed(blocks))
     call.num_preemptions = 1
-    pulled: Any = SimpleNamespace(returned_blocks=5, known_blocks=5, reason=None, pull_s=1.0)
+    pulled: Any = SimpleNamespace(returned_tokens=20, known_blocks=5, reason=None, pull_s=1.0)
     desk.extension.looked_at(call, 0)
     desk.extension.admitted(call, pulled)
     desk.extension.finished(call, [])
@@ -430,7 +436,7 @@ def test_an_engine_with_a_sibling_that_loads_synchronously_is_no_source(
     assert ask(desk).block_ids == []
     assert len([r for r in caplog.records if "synchronously" in r.getMessage()]) == 1
     assert desk.extension.broken is None
-    assert desk.extension.gauges()["retained_blocks"] == 4
+    assert desk.extension.gauges()["retained_blocks"] == 4 + REST
 
 
 # --- modes -----------------------------------------------------------------------------------
@@ -449,7 +455,7 @@ def test_off_and_on_at_run_time(desk: Desk) -> None:
     desk.switch("on")
     assert len(ask(desk, 3, first=20).block_ids) == 3, "marks are kept in every mode"
     desk.call("r3", num_blocks=3, first=20)
-    assert desk.extension.gauges()["retained_blocks"] == 3
+    assert desk.extension.gauges()["retained_blocks"] == 3 + REST
 
 
 def test_an_idle_engine_that_is_switched_off_is_no_source_at_once(desk: Desk) -> None:
@@ -817,13 +823,16 @@ def test_sessions_that_are_kept_or_served_are_listed_by_digest(desk: Desk) -> No
     desk.now_s += 5
     seen = listed(desk)
     assert (seen.num_sessions, seen.num_calls, seen.num_handovers) == (2, 0, 0)
-    assert [(row.kept_blocks, row.state) for row in seen.rows] == [(5, "waiting"), (2, "waiting")]
+    assert [(row.kept_blocks, row.state) for row in seen.rows] == [
+        (5 + REST, "waiting"),
+        (2 + REST, "waiting"),
+    ]
     assert (seen.rows[0].expected_s, seen.rows[0].kept_s) == (15.0, 55.0)
     assert seen.rows[0].session == hashlib.blake2b(b"large", digest_size=6).hexdigest()
     assert len(listed(desk, limit=1).rows) == 1
     asked = desk.service(Sessions(limit=1, session=seen.rows[1].session))
     assert isinstance(asked, SessionsReply)
-    assert ([row.kept_blocks for row in asked.rows], asked.num_sessions) == ([2], 2)
+    assert ([row.kept_blocks for row in asked.rows], asked.num_sessions) == ([2 + REST], 2)
     desk.extension.arrived(request("r4", session="large", num_blocks=5, first=100))
     seen = listed(desk)
     assert (seen.rows[0].state, seen.rows[0].kept_s, seen.num_calls) == ("serving", None, 1)

@@ -35,6 +35,7 @@ def recorded(num_calls: int) -> Recorder:
             None,
             None,
             num_blocks=4 + number,
+            rest=False,
             complete=3 + number,
             answered=True,
             now_s=now_s,

@@ -138,7 +138,7 @@ def test_a_policy_that_fails_later_switches_the_extension_off(install: Install) 
     )
     desk = Desk(policy="p")
     assert desk.extension.broken is None
-    desk.call("r1", session="s", num_blocks=7)
+    desk.call("r1", session="s", num_blocks=6)  # and a rest
     rank(desk)
     assert desk.extension.broken is not None
     assert type(desk.pool.free_block_queue).__name__ == "FakeQueue"

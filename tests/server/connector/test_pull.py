@@ -151,12 +151,12 @@ def test_a_confirmed_prefix_is_used_and_the_rest_recomputed(
     desk.peers.verifies[0][1].set_result(confirms(valid))
     back = desk.step()
     assert back.add == {R}
-    assert len(back.loaded_blocks) == valid
+    assert len(back.loaded_blocks) == back.num_blocks == valid
     assert desk.request.num_computed_tokens == (local_blocks + valid) * SIZE
     assert desk.reason is (None if valid == 4 else Reason.EVICTED)
     pull = desk.book.get(R)
     assert pull is not None
-    assert pull.returned_blocks == valid
+    assert pull.returned_tokens == valid * SIZE
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Any order of events: a request that was taken over comes back exactly once, and is never lost.
 
 The machine plays the scheduler (which keeps its own books, independent of ours), two ranks
-that read, a directory that is late or wrong, and a source that confirms or does not.
+that read, a directory that is late or wrong, and a source that confirms or does not, the rest
+behind its full blocks included.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ from turncache_server.connector.lacking import LackingCalls, Patience
 from turncache_server.connector.peers import PeerBook, PeerState
 from turncache_server.connector.pull import MAX_ATTEMPTS, PullBook
 from turncache_server.connector.pull_state import PullState, Read
-from turncache_server.control.messages import PeekReply, Verify, VerifyReply
+from turncache_server.control.messages import PeekReply, RestBlock, Verify, VerifyReply
+from turncache_server.retention.rests import rest_key
 
 SIZE = 4
 NUM_HASHES = 5
 HASHES = [bytes([i]) for i in range(NUM_HASHES)]
+#: A prompt with two tokens behind its full blocks.
+TOKENS = list(range(100, 102 + NUM_HASHES * SIZE))
 NUM_RANKS = 2
 #: Weighted draws: a machine that mostly fails early never reaches what comes later.
 RARELY = st.integers(0, 9).map(lambda n: n == 9)
@@ -48,6 +52,8 @@ SOMETIMES_NOT = st.integers(0, 4).map(lambda n: n != 4)
 NAMES = st.sampled_from([["decode-0"]] * 6 + [[], ["stranger"], ["", "decode-0"], None])
 #: Whom the router names after a repeat.
 SAID = st.sampled_from(["decode-0"] * 5 + ["", "stranger"])
+#: Rests behind the named blocks: their tokens, and whether these are the prompt's.
+RESTS = st.lists(st.tuples(st.integers(1, SIZE - 1), st.integers(0, 3).map(bool)), max_size=3)
 ANSWERS = st.sampled_from(["ok"] * 12 + ["fault", "generation", "restart", "too_many"])
 
 
@@ -60,7 +66,7 @@ class Request:
         computed: where our code cuts the computed count.
         reads: reads that were started for it.
         reading: ranks that still read for it; None when nobody does.
-        confirmed: blocks that the source has confirmed for the present read.
+        confirmed: tokens beyond the local hit that the source has confirmed for the present read.
     """
 
     request_id: str
@@ -94,6 +100,8 @@ class PullMachine(RuleBasedStateMachine):
         )
         self.now_s = 1000.0
         self.map: object = object()
+        # How many tokens of the prompt each rest holds that was ever named.
+        self.rests: dict[int, int] = {}
         self.requests: dict[str, Request] = {}
 
     def _some(self, data: st.DataObject, *statuses: str) -> Request:
@@ -124,7 +132,7 @@ class PullMachine(RuleBasedStateMachine):
             call=request_id,
             wait_s=5.0,
             above_tokens=SIZE,
-            prompt_tokens=NUM_HASHES * SIZE + 1,
+            prompt_tokens=len(TOKENS),
         )
         reason = self.book.start(
             request_id,
@@ -132,6 +140,7 @@ class PullMachine(RuleBasedStateMachine):
             "decode-0",
             HASHES,
             self.now_s,
+            tokens=TOKENS,
             patience=patience if patient else None,
         )
         record = self.peers.records["decode-0"]
@@ -149,7 +158,7 @@ class PullMachine(RuleBasedStateMachine):
         """A request whose source has to be found arrives, and goes a part of the way at once."""
         request_id = f"r{len(self.requests)}"
         request = self.requests[request_id] = Request(request_id)
-        assert self.book.search(request_id, "s", HASHES, self.now_s) is None
+        assert self.book.search(request_id, "s", HASHES, self.now_s, tokens=TOKENS) is None
         questions = len(self.peers.peeks)
         if stage:
             self.directory.open.insert(0, self.directory.open.pop())
@@ -207,7 +216,7 @@ class PullMachine(RuleBasedStateMachine):
         """
         held = data.draw(st.integers(1, NUM_HASHES))
         if stage >= 1:
-            self._answer_peek(self.peers.peeks[-1][2], held, kind)
+            self._answer_peek(self.peers.peeks[-1][2], held, kind, data.draw(RESTS))
         if stage >= 2:
             local_blocks = data.draw(st.integers(0, 3))
             self._look(request, local_blocks, mode_off_between=mode_off_between)
@@ -216,16 +225,18 @@ class PullMachine(RuleBasedStateMachine):
             self._step({request.request_id}, set())
             if stage >= 4:
                 valid = data.draw(st.integers(0, NUM_HASHES))
-                self._answer_verify(self.peers.verifies[-1], valid)
+                self._answer_verify(self.peers.verifies[-1], valid, rest=data.draw(SOMETIMES_NOT))
 
     @precondition(lambda self: any(not f.done() for _, _, f in self.peers.peeks))
     @rule(data=st.data(), held=st.integers(0, NUM_HASHES), kind=ANSWERS)
     def answer_a_peek(self, data: st.DataObject, held: int, kind: str) -> None:
         """The source answers one open question, well or badly."""
         future = data.draw(st.sampled_from([f for _, _, f in self.peers.peeks if not f.done()]))
-        self._answer_peek(future, held, kind)
+        self._answer_peek(future, held, kind, data.draw(RESTS))
 
-    def _answer_peek(self, future: Future[PeekReply], held: int, kind: str) -> None:
+    def _answer_peek(
+        self, future: Future[PeekReply], held: int, kind: str, rests: list[tuple[int, bool]]
+    ) -> None:
         if kind == "fault":
             future.set_exception(EngineFault("decode-0", "no answer"))
             return
@@ -237,7 +248,17 @@ class PullMachine(RuleBasedStateMachine):
         elif kind == "restart":
             changes["start_id"] = "another"
         count = NUM_HASHES + 2 if kind == "too_many" else held
-        future.set_result(holds(count, known=NUM_HASHES, **changes))
+        named = [self._rest(held, *rest) for rest in rests] if held else []
+        future.set_result(holds(count, known=NUM_HASHES, rests=named, **changes))
+
+    def _rest(self, held: int, num_tokens: int, ours: bool) -> RestBlock:
+        """Return a rest behind so many blocks, of the prompt's tokens or of others."""
+        block_id = 500 + len(self.rests)
+        tokens = TOKENS[held * SIZE : held * SIZE + num_tokens]
+        fits = ours and len(tokens) == num_tokens
+        self.rests[block_id] = num_tokens if fits else 0
+        key = rest_key(HASHES[held - 1], tokens) if fits else b"of others"
+        return RestBlock(block_id=block_id, epoch=7, num_tokens=num_tokens, key=key)
 
     @precondition(lambda self: self._any("waiting"))
     @rule(
@@ -261,7 +282,7 @@ class PullMachine(RuleBasedStateMachine):
         tokens = self.book.look(request_id, local_blocks * SIZE, self.now_s)
         if tokens is None:
             return
-        assert 0 <= tokens <= (NUM_HASHES - local_blocks) * SIZE, "never beyond the prompt"
+        assert 0 <= tokens < len(TOKENS) - local_blocks * SIZE, "never the prompt's last token"
         assert self.book.look(request_id, local_blocks * SIZE, self.now_s) == tokens
         if tokens == 0:
             request.status = "running"
@@ -269,8 +290,8 @@ class PullMachine(RuleBasedStateMachine):
         if mode_off_between:
             self.book.give_up()
         request.local_blocks = local_blocks
-        request.blocks = [FakeBlock(i) for i in range(local_blocks + tokens // SIZE)]
-        request.num_computed_tokens = len(request.blocks) * SIZE
+        request.num_computed_tokens = local_blocks * SIZE + tokens
+        request.blocks = [FakeBlock(i) for i in range(-(-request.num_computed_tokens // SIZE))]
         request.status = "parked"
         self.book.allocated(request, request.blocks, tokens, self.map, self.now_s)
         self._take_orders()
@@ -321,22 +342,29 @@ class PullMachine(RuleBasedStateMachine):
         self._step(ids, ids)
 
     @precondition(lambda self: any(not f.done() for _, f in self.peers.verifies))
-    @rule(data=st.data(), valid=st.integers(-1, NUM_HASHES + 1), fault=RARELY)
-    def answer_a_verify(self, data: st.DataObject, valid: int, fault: bool) -> None:
+    @rule(data=st.data(), valid=st.integers(-1, NUM_HASHES + 1), rest=st.booleans(), fault=RARELY)
+    def answer_a_verify(self, data: st.DataObject, valid: int, rest: bool, fault: bool) -> None:
         """The source confirms a prefix, everything, nothing, or does not answer."""
         asked = [(q, f) for q, f in self.peers.verifies if not f.done()]
-        self._answer_verify(data.draw(st.sampled_from(asked)), None if fault else valid)
+        self._answer_verify(data.draw(st.sampled_from(asked)), None if fault else valid, rest=rest)
 
-    def _answer_verify(self, asked: tuple[Verify, Future[VerifyReply]], valid: int | None) -> None:
+    def _answer_verify(
+        self, asked: tuple[Verify, Future[VerifyReply]], valid: int | None, *, rest: bool
+    ) -> None:
         question, future = asked
         if valid is None:
             future.set_exception(EngineFault("decode-0", "no answer"))
         else:
-            future.set_result(confirms(valid))
+            future.set_result(confirms(valid, rest=rest))
+        full = max(0, min(valid or 0, len(question.hashes)))
+        confirmed = full * SIZE
+        if valid is not None and rest and question.rest and full == len(question.hashes):
+            confirmed += self.rests[question.rest[0]]
         for request in self.requests.values():
             pull = self.book.get(request.request_id)
             if pull is not None and pull.verify is future:
-                request.confirmed = max(0, min(valid or 0, len(question.hashes)))
+                most = len(TOKENS) - 1 - request.local_blocks * SIZE
+                request.confirmed = min(confirmed, most)
 
     @rule()
     def step(self) -> None:
@@ -363,8 +391,8 @@ class PullMachine(RuleBasedStateMachine):
         elif failed:
             request.status = "waiting"  # the scheduler recomputes it
         else:
-            assert request.confirmed, "never without a confirmed block"
-            expected = (request.local_blocks + request.confirmed) * SIZE
+            assert request.confirmed, "never without a confirmed token"
+            expected = request.local_blocks * SIZE + request.confirmed
             assert request.num_computed_tokens == expected
             request.status = "running"
 

@@ -18,6 +18,7 @@ from turncache_server.connector.source import Source, holders
 from turncache_server.control.messages import Peek, PeekReply, Verify, VerifyReply
 from turncache_server.retention.ledger import Ledger
 from turncache_server.retention.mailbox import HandedOver, Mailbox, Promote
+from turncache_server.retention.rests import Rests
 
 CHAIN = [hash_of(i) for i in range(4)]
 
@@ -36,6 +37,7 @@ class Engine:
         self.content: list[bytes | None] = [None] * num_blocks
         self.serving = True
         self.awaited: set[bytes] = set(CHAIN)
+        self.rests = Rests()
         self.source = self.make_source(Source)
 
     def make_source(self, kind: type[Source]) -> Source:
@@ -47,6 +49,7 @@ class Engine:
             serving=lambda: self.serving,
             known_blocks=lambda session, hashes: len(hashes) if session == "known" else 0,
             awaits=lambda tail: tail in self.awaited,
+            rests=self.rests,
         )
 
     # --- the engine thread -----------------------------------------------------------------------

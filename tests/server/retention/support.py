@@ -62,6 +62,7 @@ def finish(
     final: bool = False,
     compaction: bool = False,
     handover: bool = False,
+    rest: ChainBlock | None = None,
 ) -> Effect:
     """End a call with the defaults of one that says nothing."""
     return lineages.finish(
@@ -74,6 +75,7 @@ def finish(
         compaction=compaction,
         handover=handover,
         now_s=now_s,
+        rest=rest,
     )
 
 

@@ -31,16 +31,26 @@ class Pool:
         return [block.block_id for block in self.queue.popleft_n(count)]
 
     def serve(
-        self, session: str, text: str, block_ids: list[int], *, retain_s: float | None = None
+        self,
+        session: str,
+        text: str,
+        block_ids: list[int],
+        *,
+        retain_s: float | None = None,
+        rest_id: int | None = None,
     ) -> None:
         """Let a call over popped blocks end, and free them as vLLM does, tail first."""
         admission = admit(self.table, session, text)
+        rest = None if rest_id is None else ChainBlock(rest_id, self.ledger.epoch[rest_id], b"rest")
         chain = [
             ChainBlock(block_id, self.ledger.epoch[block_id], chain_hash)
             for block_id, chain_hash in zip(block_ids, hashes(text), strict=True)
         ]
-        effect = finish(self.table, admission, chain, retain_s=retain_s)
+        for block in chain:
+            self.blocks[block.block_id].block_hash = block.hash
+        effect = finish(self.table, admission, chain, retain_s=retain_s, rest=rest)
         self.queue.reclassify(effect.changed)
+        self.queue.prepend_n([] if rest_id is None else [self.blocks[rest_id]])
         self.queue.append_n([self.blocks[block_id] for block_id in reversed(block_ids)])
 
 
@@ -197,13 +207,33 @@ def test_taking_a_block_out_of_the_middle(pool: Pool) -> None:
     assert pool.order() == [4, 6, 7, 8, 9, 3, 2, 1]
 
 
-def test_prepended_blocks_are_ordinary_whatever_is_wanted(pool: Pool) -> None:
+def test_prepended_blocks_that_nobody_wants_go_first(pool: Pool) -> None:
     """They carry no hash: their content cannot be found again."""
     pool.serve("s", "abc", pool.pop(3))
-    for block_id in (3, 2, 1):
-        pool.queue.remove(pool.blocks[block_id])
-    pool.queue.prepend_n([pool.blocks[i] for i in (3, 2)])
-    assert pool.order() == [3, 2, 4, 5, 6, 7, 8, 9]
+    assert pool.pop(2) == [4, 5]
+    pool.queue.prepend_n([pool.blocks[i] for i in (5, 4)])
+    assert pool.order() == [5, 4, 6, 7, 8, 9, 3, 2, 1]
+    assert pool.queue.num_retained == 3
+
+
+def test_a_rest_is_retained_as_the_tail_of_its_chain(pool: Pool) -> None:
+    """It carries no hash either, but peers find it; among others that nobody wants."""
+    ids = pool.pop(5)
+    pool.serve("s", "abc", ids[:3], rest_id=ids[3])
+    assert pool.order() == [6, 7, 8, 9, 4, 3, 2, 1]
+    assert (pool.queue.num_free_blocks, pool.queue.num_retained) == (8, 4)
+    pool.queue.prepend_n([pool.blocks[ids[4]]])
+    assert pool.pop(6) == [5, 6, 7, 8, 9, 4]
+    assert pool.table.stats().evicted_wanted_blocks_total == 1
+
+
+def test_a_rest_whose_time_is_over_goes_first(pool: Pool) -> None:
+    """Unlike what has a hash, it is found by nobody any more."""
+    ids = pool.pop(4)
+    pool.serve("s", "abc", ids[:3], rest_id=ids[3])
+    effect = pool.table.expire(1e6)
+    pool.queue.reclassify(effect.changed, effect.dead)
+    assert pool.order() == [4, 5, 6, 7, 8, 9, 3, 2, 1]
     assert pool.queue.num_retained == 0
 
 

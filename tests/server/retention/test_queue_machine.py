@@ -102,6 +102,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert self.references[block_id] == 0
             self.references[block_id] = 1
             self.hash_of.pop(block_id, None)
+            self.blocks[block_id].block_hash = None
         return popped
 
     def victims_are_the_least_valuable(
@@ -120,14 +121,17 @@ class QueueMachine(RuleBasedStateMachine):
             assert all(place[victim] >= place[other] for other in same)
 
     def release(self, block_ids: list[int]) -> None:
-        """Free a request's blocks, tail first, unhashed ones to the front."""
-        first, last = [], []
+        """Free a request's blocks, tail first, unhashed ones that are not wanted to the front."""
+        first: list[int] = []
+        last: list[int] = []
         for block_id in reversed(block_ids):
             self.references[block_id] -= 1
             if not self.references[block_id]:
                 (last if block_id in self.hash_of else first).append(block_id)
         self.queue.prepend_n([self.blocks[block_id] for block_id in first])
-        self.ordinary = [*first, *self.ordinary]
+        rests = {block_id for block_id in first if self.is_wanted(block_id)}
+        self.retained |= rests
+        self.ordinary = [*(b for b in first if b not in rests), *self.ordinary]
         self.queue.append_n([self.blocks[block_id] for block_id in last])
         for block_id in last:
             if self.is_wanted(block_id):
@@ -139,7 +143,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Reclassify as the shell does, and follow it in the model."""
         self.queue.reclassify(effect.changed, effect.dead)
         demoted = {b for b in self.retained if not self.is_wanted(b)}
-        dead = demoted & set(effect.dead)
+        dead = {b for b in demoted if b in effect.dead or b not in self.hash_of}
         kept = {b for b in self.ordinary if self.is_wanted(b)}
         self.retained = (self.retained - demoted) | kept
         order = [block.block_id for block in self.queue.get_all_free_blocks()]
@@ -186,6 +190,7 @@ class QueueMachine(RuleBasedStateMachine):
         blocks = [*hits, *self.pop(new)]
         for end in range(len(hits), len(text)):
             self.hash_of[blocks[end]] = text[: end + 1]
+            self.blocks[blocks[end]].block_hash = text[: end + 1].encode()
         self.calls.append(Call(admission, text, blocks))
 
     @precondition(lambda self: self.calls)
@@ -195,6 +200,7 @@ class QueueMachine(RuleBasedStateMachine):
         final=st.sampled_from([False, False, True]),
         handover=st.sampled_from([False, False, True]),
         freed_before=st.booleans(),
+        begun=st.booleans(),
     )
     def finish(
         self,
@@ -204,13 +210,19 @@ class QueueMachine(RuleBasedStateMachine):
         final: bool,
         handover: bool,
         freed_before: bool,
+        begun: bool,
     ) -> None:
-        """End a call; its blocks are freed before or after the table hears of it."""
+        """End a call, with or without a rest in its last block.
+
+        Its blocks are freed before or after the table hears of it.
+        """
         call = self.calls.pop(data.draw(st.integers(0, len(self.calls) - 1)))
         chain = [
             ChainBlock(block_id, self.ledger.epoch[block_id], chain_hash)
             for block_id, chain_hash in zip(call.blocks, hashes(call.text), strict=False)
         ]
+        last = call.blocks[len(call.text)]
+        rest = ChainBlock(last, self.ledger.epoch[last], b"rest of " + call.text.encode())
         if freed_before:
             self.release(call.blocks)
         effect = self.table.finish(
@@ -223,6 +235,7 @@ class QueueMachine(RuleBasedStateMachine):
             compaction=False,
             handover=handover,
             now_s=self.now_s,
+            rest=rest if begun else None,
         )
         self.apply(effect)
         if not freed_before:
@@ -280,6 +293,8 @@ class QueueMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         """Reset the prefix cache, which needs all blocks to be free."""
         self.hash_of.clear()
+        for block in self.blocks:
+            block.block_hash = None
         self.ledger.reset()
         self.apply(self.table.clear())
 
