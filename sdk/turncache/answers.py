@@ -30,6 +30,7 @@ _CUT_SHORT: Final = frozenset({"length", "content_filter"})
 _COMPLETION: Final = attrgetter("id", "usage", "choices")
 _CHOICE: Final = attrgetter("finish_reason", "message.tool_calls")
 _USAGE: Final = attrgetter("prompt_tokens", "prompt_tokens_details")
+_FUNCTION_CALL: Final = attrgetter("id", "function.name", "function.arguments")
 
 
 class ToolCall(NamedTuple):
@@ -224,8 +225,15 @@ def _read_calls(
 ) -> tuple[Boundary | None, tuple[ToolCall, ...]]:
     found: list[ToolCall] = []
     for item in calls:
-        inner = _get(item, "function") or _get(item, "custom")
-        found.extend(_tool_call(_get(item, "id"), inner))
+        try:
+            call_id, name, arguments = _FUNCTION_CALL(item)
+        except AttributeError:
+            # A custom tool, or a mapping.
+            call_id, inner = _get(item, "id"), _get(item, "function") or _get(item, "custom")
+            name, arguments = _name_and_arguments(inner)
+        call = _tool_call(call_id, name, arguments)
+        if call is not None:
+            found.append(call)
     boundary = _boundary(reasons, tuple(found))
     return boundary, tuple(found) if boundary is Boundary.TOOL else ()
 
@@ -242,20 +250,25 @@ def _read_output(answer: Any) -> tuple[Boundary | None, tuple[ToolCall, ...], st
         kind = _get(item, "type")
         if kind in _CALLERS_ITEMS:
             call_id = _get(item, "call_id") or _get(item, "id")
-            found.extend(_tool_call(call_id, item, str(kind)))
+            name, arguments = _name_and_arguments(item)
+            call = _tool_call(call_id, name or str(kind), arguments)
+            if call is not None:
+                found.append(call)
     if found and status != "incomplete":
         return Boundary.TOOL, tuple(found), None
     return Boundary.USER, (), None
 
 
-def _tool_call(call_id: Any, inner: Any, default_name: str = "") -> Iterable[ToolCall]:
-    name = _get(inner, "name") or default_name
-    arguments = _get(inner, "arguments")
-    if arguments is None:
-        arguments = _get(inner, "input")
+def _name_and_arguments(call: Any) -> tuple[Any, Any]:
+    arguments = _get(call, "arguments")
+    return _get(call, "name"), _get(call, "input") if arguments is None else arguments
+
+
+def _tool_call(call_id: Any, name: Any, arguments: Any) -> ToolCall | None:
     if isinstance(call_id, str) and call_id and isinstance(name, str) and name:
         text = arguments if isinstance(arguments, str) else None
-        yield _short(ToolCall(call_id, name, text))
+        return _short(ToolCall(call_id, name, text))
+    return None
 
 
 def _short(call: ToolCall) -> ToolCall:

@@ -119,12 +119,9 @@ def place_in_turn(kinds: str) -> tuple[int, int, Cause]:
 
 def echoed_calls(reading: Reading) -> Iterator[tuple[int, str, str]]:
     """Yield (message index, tool call id, arguments) of the outputs before the last input."""
-    end = len(reading.kinds)
-    while end and reading.kinds[end - 1] != MODEL:
-        end -= 1
-    at = end
-    while at and reading.kinds[at - 1] == MODEL:
-        at -= 1
+    end = reading.kinds.rfind(MODEL) + 1
+    start = len(reading.kinds[:end].rstrip(MODEL))
+    for at in range(end - 1, start - 1, -1):
         message = reading.messages[at]
         items = message.get("tool_calls") if "role" in message else [message]
         for item in items or ():

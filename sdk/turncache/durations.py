@@ -13,8 +13,7 @@ import math
 import statistics
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from turncache.protocol import ANY_TOOL, MAX_RETAIN_S, tool_key
 
@@ -22,8 +21,7 @@ MAX_NAMES: Final = 256
 MAX_SAMPLES: Final = 32
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     samples_s: tuple[float, ...] = ()
     median_s: float = 0.0
 
@@ -51,7 +49,7 @@ class Durations:
         the one that is known to be slowest, or to every one of them when none is known.
         Waits over an hour count as an hour; what is not a duration is ignored.
         """
-        keys = sorted({tool_key(name) for name in names})
+        keys = sorted(set(_keys_of(tuple(names))))
         if not keys or not math.isfinite(seconds) or seconds < 0:
             return
         seconds = min(seconds, MAX_RETAIN_S)
@@ -89,7 +87,7 @@ class Durations:
         return out
 
 
-# The same tools are offered with every call of an agent.
+# The same tools are offered with every call of an agent, and called again and again.
 @functools.lru_cache(maxsize=256)
 def _keys_of(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(tool_key, names))

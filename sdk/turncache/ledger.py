@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from turncache.advice import Finding, Match, Shape, match, shape_of
 from turncache.answers import ToolCall
@@ -24,8 +23,7 @@ MAX_WAITING: Final = 64
 MAX_ANSWERS: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A tool call whose result has not come yet.
 
     Attributes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import marshal
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ _ROLES: Final = {
 _LEAVES: Final = frozenset({str, type(None), bool, int, float})
 _CALL: Final = itemgetter("id", "type", "function")
 _FUNCTION: Final = itemgetter("name", "arguments")
+_SIZE_OF_TEXT: Final[Callable[[str], int]] = str.__sizeof__
 _MODEL_ITEMS: Final = frozenset({"reasoning", "mcp_approval_request", "mcp_list_tools"})
 _TOOL_ITEMS: Final = frozenset({"mcp_approval_response"})
 
@@ -51,11 +52,12 @@ def scan(messages: Sequence[Any]) -> tuple[str, bytes, list[Any], int]:
         if type(message) is dict and type(role := message.get("role")) is str:
             kinds += _ROLES.get(role, OTHER)
             # A string keeps its hash: the common shapes cost no pass over the text.
-            if _LEAVES.issuperset(map(type, message.values())):
+            leaves = message.values()
+            if _LEAVES.issuperset(map(type, leaves)):
                 prints.append(hash(frozenset(message.items())))
                 if is_plain:
                     copies.append(message.copy())
-                    num_bytes += sum(map(sys.getsizeof, message.values()))
+                    num_bytes += _size_of(leaves)
                 continue
             if "tool_calls" in message:
                 found = _calls_in(message)
@@ -126,10 +128,13 @@ def _calls_in(message: dict[str, Any]) -> tuple[int, dict[str, Any], int] | None
 
     None in any other shape.
     """
-    calls, rest = message["tool_calls"], {**message, "tool_calls": None}
+    calls = message["tool_calls"]
     if type(calls) is not list:
         return None
-    leaves, copies = [*rest.values()], []
+    rest = message.copy()
+    rest["tool_calls"] = None
+    leaves: list[Any] = []
+    copies = []
     try:
         for call in calls:
             call_id, kind, function = _CALL(call)
@@ -142,11 +147,21 @@ def _calls_in(message: dict[str, Any]) -> tuple[int, dict[str, Any], int] | None
             copies.append({"id": call_id, "type": kind, "function": function})
     except (KeyError, TypeError):
         return None
+    said = tuple(leaves)
+    leaves += rest.values()
     if not _LEAVES.issuperset(map(type, leaves)):
         return None
-    fingerprint = hash((frozenset(rest.items()), tuple(leaves[len(rest) :])))
+    fingerprint = hash((frozenset(rest.items()), said))
     rest["tool_calls"] = copies
-    return fingerprint, rest, sum(map(sys.getsizeof, leaves))
+    return fingerprint, rest, _size_of(leaves)
+
+
+def _size_of(leaves: Iterable[Any]) -> int:
+    """Return the size of what leaves hold: their texts, nearly always."""
+    try:
+        return sum(map(_SIZE_OF_TEXT, filter(None, leaves)))
+    except TypeError:
+        return sum(map(sys.getsizeof, leaves))
 
 
 def _fingerprint(message: Any) -> int:

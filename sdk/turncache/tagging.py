@@ -244,8 +244,8 @@ def _learn(owner: Session, reading: Reading, now_s: float) -> Sequence[Finding]:
         and reading.cause is Cause.TOOL
         and (results := ledger.take_results(reading.results))
     ):
-        answered_s = max(waiting.answered_s for waiting in results.values())
-        TOOL_DURATIONS.observe([waiting.name for waiting in results.values()], now_s - answered_s)
+        names, _, answered_s = zip(*results.values(), strict=True)
+        TOOL_DURATIONS.observe(names, now_s - max(answered_s))
         found = _rewritten(reading, results)
     if reading.previous is None and reading.history:
         before = ledger.shape_before(reading)

@@ -10,9 +10,12 @@ timed inside the call.
 
 * *added per call*: ours plus upstream's share.
 * *ours*: a ``request()`` of the own client, without the time in upstream's ``request()`` and
-  ``parse()``. Caches are as cold as they are in a program: upstream has run in between.
+  ``parse()``. Caches are as cold as they are in a program: upstream has run in between. What
+  upstream has made (the response, the request with its body) is let go of outside of the time:
+  the stock client pays for that as well, inside its ``request()``.
 * *upstream's share*: a stock client's ``post()`` with our headers and the type that we ask for,
-  minus its plain ``post()``. *Noise of it* is a plain one minus another plain one.
+  minus its plain ``post()``. *Noise of it* is a plain one minus another plain one. Both are
+  small differences of long calls: medians over pairs of neighbours, not the fastest of either.
 * *stock*: a whole stock call, ``create()`` included, of the same size; the ratio is to that. A
   machine of half the speed doubles both, and leaves the ratio.
 * *bytecodes*: instructions of Python that one call runs more. Exact on any machine, however
@@ -22,9 +25,10 @@ timed inside the call.
 * *chunk*: iterating a watched stream over ready-made chunks minus iterating them without.
 * *memory*: what 10,000 automatic sessions of two calls each leave allocated.
 
-Each conversation grows by an answer and a tool result between two calls, as an agent's
-does. Prints a table, writes ``build/perf/client.json``, and exits with 1 when a figure is
-over its limit.
+Each conversation grows by an answer and a tool result between two calls, as an agent's does,
+and every round has a conversation of its own: of a history that is sent again nothing is new.
+Prints a table, writes ``build/perf/client.json``, and exits with 1 when a figure is over its
+limit.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ import inspect
 import json
 import os
 import platform
+import random
+import statistics
 import subprocess
 import sys
 import time
@@ -145,21 +151,24 @@ def client_of(kind: Any, answer: Any = _ANSWER) -> Any:
 
 
 @contextmanager
-def timed() -> Iterator[dict[str, list[int]]]:
-    """Collect CPU times in ns: of upstream's request() and parse(), and of ours around them."""
-    spent: dict[str, list[int]] = {"upstream": [], "own": []}
+def timed() -> Iterator[dict[str, list[tuple[int, Any]]]]:
+    """Collect CPU times in ns: of upstream's request() and parse(), and of ours around them.
 
-    def measured(function: Any, times: list[int]) -> Any:
+    Beside each time is what came of it, which is not freed before the time is forgotten.
+    """
+    spent: dict[str, list[tuple[int, Any]]] = {"upstream": [], "own": []}
+
+    def measured(function: Any, times: list[tuple[int, Any]]) -> Any:
         def sync(*arguments: Any, **more: Any) -> Any:
             start = time.thread_time_ns()
             result = function(*arguments, **more)
-            times.append(time.thread_time_ns() - start)
+            times.append((time.thread_time_ns() - start, result))
             return result
 
         async def asynchronous(*arguments: Any, **more: Any) -> Any:
             start = time.thread_time_ns()
             result = await function(*arguments, **more)
-            times.append(time.thread_time_ns() - start)
+            times.append((time.thread_time_ns() - start, result))
             return result
 
         return asynchronous if inspect.iscoroutinefunction(function) else sync
@@ -233,6 +242,7 @@ def per_call_us(
         for number in range(rounds):
             if number % 20 == 0:
                 gc.collect()
+            whole[1] = {"role": "user", "content": f"question {number}: {whole[0]['content']}"}
             for client in (stock, own):
                 finished(client.chat.completions.create(model="m", messages=whole[:-2]))
                 for times in spent.values():
@@ -242,7 +252,10 @@ def per_call_us(
                 taken = time.thread_time_ns() - start
                 if client is own:
                     assert (len(spent["own"]), len(spent["upstream"])) == (1, 2)
-                    taken = sum(spent["own"]) - sum(spent["upstream"])
+                    own_ns, upstream_ns = (
+                        sum(time_ns for time_ns, _ in spent[who]) for who in ("own", "upstream")
+                    )
+                    taken = own_ns - upstream_ns
                 name = "own" if client is own else "stock"
                 fastest[name] = min(fastest[name], taken / 1e3)
     return fastest["own"] - clock, fastest["stock"]
@@ -272,16 +285,24 @@ def upstream_us(stock: Any, finished: Callable[[Any], Any], rounds: int) -> tupl
         return await got.parse() if parse else got
 
     send = post_async if isinstance(stock, openai.AsyncOpenAI) else post
-    fastest = dict.fromkeys(ways, float("inf"))
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    # Whoever follows a call of another kind pays for the caches that it finds: no fixed order.
+    order, chance = list(ways), random.Random(0)
     with collector_paused():
         for number in range(4 * rounds):
             if number % 20 == 0:
                 gc.collect()
-            for name, arguments in ways.items():
+            chance.shuffle(order)
+            for name in order:
                 start = time.thread_time_ns()
-                finished(send(arguments, parse=name == "ours"))
-                fastest[name] = min(fastest[name], (time.thread_time_ns() - start) / 1e3)
-    return fastest["ours"] - fastest["plain"], abs(fastest["again"] - fastest["plain"])
+                finished(send(ways[name], parse=name == "ours"))
+                spent[name].append((time.thread_time_ns() - start) / 1e3)
+
+    def more_us(name: str) -> float:
+        pairs = zip(spent[name], spent["plain"], strict=True)
+        return statistics.median(one - plain for one, plain in pairs)
+
+    return more_us("ours"), abs(more_us("again"))
 
 
 def bytecode_figures() -> Iterator[tuple[str, float, float, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from turncache.errors import ProtocolError
@@ -33,17 +33,15 @@ def format_tools(durations_s: Mapping[str, float]) -> str:
     """
     rows: list[str] = []
     size = 0
-    ordered: Iterable[tuple[str, float]] = durations_s.items()
     if ANY_TOOL in durations_s:
-        ordered = [(ANY_TOOL, durations_s[ANY_TOOL]), *durations_s.items()]
-    seen: set[str] = set()
-    for name, seconds in ordered:
-        row = None if name in seen else _tool_row(name, seconds)
+        # First, so that it is never what does not fit.
+        durations_s = {ANY_TOOL: durations_s[ANY_TOOL], **durations_s}
+    for name, seconds in durations_s.items():
+        row = _tool_row(name, seconds)
         if row is None:
             continue
         if len(rows) == MAX_TOOLS or size + len(row) + 2 > MAX_TOOLS_BYTES:
             break
-        seen.add(name)
         rows.append(row)
         size += len(row) + 2
     return ", ".join(rows)
