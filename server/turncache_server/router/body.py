@@ -8,6 +8,7 @@ them decide whether the next prompt continues the last one.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -218,8 +219,12 @@ def _deeper_than(max_depth: int, values: list[Any]) -> bool:
 
 def _object(kept: Iterable[tuple[str, str]], put: Mapping[str, str]) -> str:
     parts = [text for _, text in kept]
-    parts += [f"{json.dumps(name)}:{text}" for name, text in put.items()]
+    parts += [f"{_quoted(name)}:{text}" for name, text in put.items()]
     return "{" + ",".join(parts) + "}"
+
+
+# Names of ours, which are few.
+_quoted: Final = functools.lru_cache(maxsize=64)(json.dumps)
 
 
 def _cleaned(kept: list[tuple[str, str]]) -> list[tuple[str, str]]:

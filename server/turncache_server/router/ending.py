@@ -28,9 +28,9 @@ _LINE_END: Final = re.compile(rb"\r\n|\n|\r(?!\n)")
 _EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 #: Bytes before the end of what was searched in which an event's end may have begun.
 _END_BYTES: Final = 4
-_PREFIX: Final = len(b"data: ")
+_DATA: Final = b"data: "
 #: Bytes of a plain event that are not data.
-PLAIN_FRAME: Final = _PREFIX + len(b"\n\n")
+PLAIN_FRAME: Final = len(_DATA + b"\n\n")
 
 
 class SseEvent(NamedTuple):
@@ -68,17 +68,16 @@ class SseSplitter:
 
         Nearly every read from an engine is one. None for any other, which has not been taken.
         """
-        if not self._started or self._buffer or self._after_cr or not chunk.endswith(b"\n\n"):
+        if self._buffer or self._after_cr or not chunk.startswith(_DATA):
             return None
-        if b"\r" in chunk or not chunk.startswith(b"data: "):
+        if b"\r" in chunk or not chunk.endswith(b"\n\n"):
             return None
-        if chunk.find(b"\n") == len(chunk) - 2:
-            return [chunk[_PREFIX:-2]]
-        lines = chunk[:-2].split(b"\n\n")
-        if chunk.count(b"\n") != 2 * len(lines):
+        # With two line ends for each of them, every event is one line.
+        data = chunk[len(_DATA) : -2].split(b"\n\n" + _DATA)
+        if chunk.count(b"\n") != 2 * len(data):
             return None
-        data = [line[_PREFIX:] for line in lines if line.startswith(b"data: ")]
-        return data if len(data) == len(lines) else None
+        self._started = True
+        return data
 
     def feed(self, chunk: bytes) -> list[SseEvent]:
         """Return the events that end in ``chunk``."""
@@ -128,6 +127,9 @@ class SseSplitter:
         return SseEvent(raw, b"\n".join(values) if values else None)
 
 
+_NULL: Final = msgspec.Raw(b"null")
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of a call, as the engine that answered counts them."""
 
@@ -135,40 +137,39 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int | None = 0
 
 
-class _Function(msgspec.Struct, frozen=True):
+class _Function(msgspec.Struct, frozen=True, gc=False):
     name: str | None = None
     arguments: str | None = None
 
 
-class _ToolCall(msgspec.Struct, frozen=True):
+class _ToolCall(msgspec.Struct, frozen=True, gc=False):
     index: int | None = None
     id: str | None = None
     function: _Function | None = None
 
 
-class _Message(msgspec.Struct, frozen=True):
+class _Message(msgspec.Struct, frozen=True, gc=False):
     content: Any = None
     tool_calls: list[_ToolCall] | None = None
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _Choice(msgspec.Struct, frozen=True, gc=False):
     index: int = 0
     delta: _Message | None = None
     message: _Message | None = None
     finish_reason: str | None = None
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _Answer(msgspec.Struct, frozen=True, gc=False):
     choices: list[_Choice] = []
     usage: Usage | None = None
-    error: msgspec.Raw = msgspec.Raw(b"null")
+    error: msgspec.Raw = _NULL
 
 
 _answers: Final = msgspec.json.Decoder(_Answer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """How a call ended.
 
     Attributes:
@@ -255,21 +256,28 @@ class ChatEnding:
         except msgspec.DecodeError:
             self.num_unreadable += 1
             return False
-        self._error = self._error or bytes(answer.error) != b"null"
-        self._usage = answer.usage or self._usage
+        if answer.error is not _NULL and bytes(answer.error) != b"null":
+            self._error = True
+        if answer.usage is not None:
+            self._usage = answer.usage
         for choice in answer.choices:
             message = choice.delta or choice.message
-            if message is not None and message.content and choice.index == 0:
-                self._text.append(message.content)
-            for at, call in enumerate((message.tool_calls if message else None) or ()):
-                index = at if call.index is None else call.index
-                tool = self._tools.setdefault((choice.index, index), ToolState())
-                tool.id = tool.id or call.id or ""
-                if call.function is not None:
-                    tool.add(call.function.name, call.function.arguments)
+            if message is not None:
+                if message.content and choice.index == 0:
+                    self._text.append(message.content)
+                if message.tool_calls:
+                    self._add_calls(choice.index, message.tool_calls)
             if choice.finish_reason is not None:
                 self._finished[choice.index] = choice.finish_reason
         return False
+
+    def _add_calls(self, choice: int, calls: list[_ToolCall]) -> None:
+        for at, call in enumerate(calls):
+            index = at if call.index is None else call.index
+            tool = self._tools.setdefault((choice, index), ToolState())
+            tool.id = tool.id or call.id or ""
+            if call.function is not None:
+                tool.add(call.function.name, call.function.arguments)
 
     def ending(self) -> Ending:
         """Judge what has been seen so far as the whole answer."""

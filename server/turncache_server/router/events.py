@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from turncache.protocol import Boundary, Outcome, Plan, Reason
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallRefused:
+class CallRefused(msgspec.Struct, frozen=True, kw_only=True):
     """The router answered a request itself, without a plan.
 
     Attributes:
@@ -29,8 +29,7 @@ class CallRefused:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassedOn:
+class PassedOn(msgspec.Struct, frozen=True, kw_only=True):
     """A request that needs no plan was answered by an engine.
 
     Attributes:
@@ -44,8 +43,7 @@ class PassedOn:
     total_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallAdmitted:
+class CallAdmitted(msgspec.Struct, frozen=True, kw_only=True):
     """A call of a session was let in, or will not be; only with ``admission``.
 
     Attributes:
@@ -59,8 +57,7 @@ class CallAdmitted:
     waited_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallStarted:
+class CallStarted(msgspec.Struct, frozen=True, kw_only=True):
     """A call has a plan.
 
     Attributes:
@@ -80,8 +77,7 @@ class CallStarted:
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptHeldBack:
+class PromptHeldBack(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt had to wait because decode was behind, and waits no longer.
 
     Attributes:
@@ -98,8 +94,7 @@ class PromptHeldBack:
     waited_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegStarted:
+class LegStarted(msgspec.Struct, frozen=True, kw_only=True):
     """A call's next leg begins; the one before it is over.
 
     Attributes:
@@ -114,8 +109,7 @@ class LegStarted:
     url: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallEnded:
+class CallEnded(msgspec.Struct, frozen=True, kw_only=True):
     """A call that had a plan is over for the client.
 
     Attributes:
@@ -162,15 +156,13 @@ class CallEnded:
     repeats: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSettled:
+class CallSettled(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing more will be told of a call that had a plan."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutcomeKnown:
+class OutcomeKnown(msgspec.Struct, frozen=True, kw_only=True):
     """The final outcome of a call: once per call at most.
 
     Attributes:
@@ -185,8 +177,7 @@ class OutcomeKnown:
     ttft_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutcomeMissing:
+class OutcomeMissing(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome was not known when a call's headers had to go out.
 
     Attributes:
@@ -198,8 +189,7 @@ class OutcomeMissing:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitEnded:
+class WaitEnded(msgspec.Struct, frozen=True, kw_only=True):
     """A call brought the results of the tools that its session waited for.
 
     Attributes:
@@ -216,8 +206,7 @@ class WaitEnded:
     expect_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmedAhead:
+class WarmedAhead(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a prompt that was to be sent ahead.
 
     Attributes:
@@ -231,8 +220,7 @@ class WarmedAhead:
     outcome: Outcome | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignalSent:
+class SignalSent(msgspec.Struct, frozen=True, kw_only=True):
     """An engine was told what happens to a session.
 
     Attributes:
@@ -245,8 +233,7 @@ class SignalSent:
     result: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegFailure:
+class LegFailure(msgspec.Struct, frozen=True, kw_only=True):
     """A leg got no usable answer.
 
     Attributes:
@@ -261,8 +248,7 @@ class LegFailure:
     retried: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRepeated:
+class PrefillRepeated(msgspec.Struct, frozen=True, kw_only=True):
     """A call's prompt was lost before decode had it, and prefill was to compute it again.
 
     Attributes:
@@ -277,8 +263,7 @@ class PrefillRepeated:
     result: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineChanged:
+class EngineChanged(msgspec.Struct, frozen=True, kw_only=True):
     """An engine became live or stopped being it."""
 
     engine: str
@@ -287,8 +272,7 @@ class EngineChanged:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePulls:
+class EnginePulls(msgspec.Struct, frozen=True, kw_only=True):
     """An engine begins to pull, or stops.
 
     Attributes:
@@ -301,8 +285,7 @@ class EnginePulls:
     pulls: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineDrains:
+class EngineDrains(msgspec.Struct, frozen=True, kw_only=True):
     """An engine begins to hand its sessions to the others, or stops."""
 
     engine: str
@@ -310,24 +293,21 @@ class EngineDrains:
     draining: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLeft:
+class EngineLeft(msgspec.Struct, frozen=True, kw_only=True):
     """An engine is no longer one of the fleet: it gets no new calls."""
 
     engine: str
     side: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRestarted:
+class EngineRestarted(msgspec.Struct, frozen=True, kw_only=True):
     """Another process answers for an engine: what the last one had computed is gone."""
 
     engine: str
     side: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginesRead:
+class EnginesRead(msgspec.Struct, frozen=True, kw_only=True):
     """The list of the engines was read, from its file or from Kubernetes.
 
     Attributes:
@@ -339,15 +319,13 @@ class EnginesRead:
     left: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginesRefused:
+class EnginesRefused(msgspec.Struct, frozen=True, kw_only=True):
     """The list of the engines cannot be read or used; the engines before it stay."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitsExchanged:
+class WaitsExchanged(msgspec.Struct, frozen=True, kw_only=True):
     """The router has shared its tool waits with the other replicas, or has tried to.
 
     Attributes:

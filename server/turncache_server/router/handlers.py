@@ -32,6 +32,7 @@ from turncache_server.router.pressure import BackPressure
 from turncache_server.router.services import Services
 from turncache_server.router.signals import holders, send_signal
 from turncache_server.router.stream import ClientAnswer, ClientGone
+from turncache_server.router.turns import Turns
 
 #: Key of a request under which the middleware leaves its id.
 REQUEST_ID: Final = web.RequestKey("turncache_request_id", str)
@@ -63,6 +64,7 @@ class Handlers:
         self._services = services
         self._metrics = metrics
         self._intake = Intake(services)
+        self._turns = Turns()
 
     def routes(self) -> list[web.RouteDef]:
         """Return the allow-list: every other path is 404, vLLM has some that change weights."""
@@ -98,6 +100,7 @@ class Handlers:
         """Serve a call of a planned API."""
         services = self._services
         started_s = services.clock()
+        await self._turns.come()
         headers = self._headers(request)
         body = Body.parse(await self._json_body(request), max_depth=services.config.max_body_depth)
         answer = ClientAnswer(request, api.errors, stall_s=services.config.client_stall_s)

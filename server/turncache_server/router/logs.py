@@ -14,6 +14,7 @@ from turncache_server.router.events import (
     CallEnded,
     CallRefused,
     CallSettled,
+    CallStarted,
     EngineChanged,
     EngineDrains,
     EnginePulls,
@@ -22,6 +23,7 @@ from turncache_server.router.events import (
     EnginesRefused,
     Event,
     LegFailure,
+    LegStarted,
     OutcomeKnown,
     OutcomeMissing,
     PassedOn,
@@ -47,6 +49,8 @@ class Log:
     def __call__(self, event: Event) -> None:
         """Write an event, or keep it for the line that it belongs to."""
         match event:
+            case CallStarted() | LegStarted():
+                pass  # a call's line tells of it
             case CallEnded():
                 self._ended[event.request] = event
             case OutcomeKnown() if event.request in self._ended:
@@ -70,6 +74,9 @@ class Log:
 
 def _log_call(event: CallEnded, outcome: Outcome | None) -> None:
     """Write the line of a call: what is known of it, name by name."""
+    level = logging.INFO if event.problem is None else logging.WARNING
+    if not logger.isEnabledFor(level):
+        return
     reason = event.reason if outcome is None else outcome.reason
     facts: dict[str, object] = {
         "api": event.api,
@@ -90,7 +97,7 @@ def _log_call(event: CallEnded, outcome: Outcome | None) -> None:
     if outcome is not None:
         facts |= {name: getattr(outcome, name) for name in _COUNTS}
     logger.log(
-        logging.INFO if event.problem is None else logging.WARNING,
+        level,
         "call %s session %s: %s",
         event.request,
         event.session,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
+_COLON: Final = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+#: What follows a member: another one, or the end.
+_MARK: Final = re.compile(r"[ \t\n\r]*([,}])[ \t\n\r]*")
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """One member of an object, with its place in the text.
 
     Attributes:
@@ -52,19 +55,18 @@ def scan_object(text: str, at: int) -> tuple[list[Member], int]:
         if name in names:
             raise DuplicateNameError(name)
         names.add(name)
-        at = skip(text, at)
-        if text[at : at + 1] != ":":
-            raise json.JSONDecodeError("Expecting ':'", text, at)
-        value_start = skip(text, at + 1)
+        colon = _COLON.match(text, at)
+        if colon is None:
+            raise json.JSONDecodeError("Expecting ':'", text, skip(text, at))
+        value_start = colon.end()
         value, at = _decoder.raw_decode(text, value_start)
         members.append(Member(name, start, value_start, at, value))
-        at = skip(text, at)
-        mark = text[at : at + 1]
-        if mark == "}":
-            return members, at + 1
-        if mark != ",":
-            raise json.JSONDecodeError("Expecting ',' or '}'", text, at)
-        at = skip(text, at + 1)
+        mark = _MARK.match(text, at)
+        if mark is None:
+            raise json.JSONDecodeError("Expecting ',' or '}'", text, skip(text, at))
+        if mark[1] == "}":
+            return members, mark.end(1)
+        at = mark.end()
 
 
 class DuplicateNameError(ValueError):

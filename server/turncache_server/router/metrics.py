@@ -15,6 +15,7 @@ from turncache_server.router.events import (
     CallAdmitted,
     CallEnded,
     CallRefused,
+    CallSettled,
     CallStarted,
     EngineChanged,
     EngineLeft,
@@ -24,6 +25,7 @@ from turncache_server.router.events import (
     EnginesRefused,
     Event,
     LegFailure,
+    LegStarted,
     OutcomeKnown,
     OutcomeMissing,
     PassedOn,
@@ -256,14 +258,12 @@ class Metrics:
     def __call__(self, event: Event) -> None:
         """Count an event."""
         match event:
+            case CallStarted() | LegStarted() | CallEnded() | CallSettled():
+                self._with_a_plan(event)
             case CallRefused() | PassedOn() | CallAdmitted():
                 self._without_a_plan(event)
             case PromptHeldBack() | PrefillRepeated():
                 self._between_the_legs(event)
-            case CallStarted():
-                self._active.inc()
-            case CallEnded():
-                self._ended(event)
             case OutcomeKnown():
                 self._outcome(event)
                 if event.warmed is not None:
@@ -281,6 +281,12 @@ class Metrics:
                 self._exchanged(event)
             case _:
                 self._fleet(event)
+
+    def _with_a_plan(self, event: CallStarted | LegStarted | CallEnded | CallSettled) -> None:
+        if isinstance(event, CallStarted):
+            self._active.inc()
+        elif isinstance(event, CallEnded):
+            self._ended(event)
 
     def _without_a_plan(self, event: CallRefused | PassedOn | CallAdmitted) -> None:
         if not isinstance(event, CallAdmitted):

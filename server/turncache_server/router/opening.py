@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, TypeVar
+
+import msgspec
 
 from turncache.protocol import CallTags, Cause, EngineHints
 from turncache_server.router.apis.api import Api, CallRequest
@@ -41,8 +43,7 @@ _MAX_READY_BYTES: Final = 256 * 1024
 _END_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallInput:
+class CallInput(msgspec.Struct, frozen=True, kw_only=True):
     """One request, read and checked.
 
     Attributes:
@@ -83,8 +84,7 @@ class CallInput:
     warmed: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
     """An answer that has begun.
 
     Attributes:

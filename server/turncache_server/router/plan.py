@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from turncache.protocol import Plan, Reason
 from turncache_server.router.apis.api import CallRequest
 from turncache_server.router.errors import SERVER_ERROR, ApiError, invalid
@@ -116,8 +118,7 @@ class Snapshot:
         return max(self.decode_alone_tokens, gone)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanHints:
+class PlanHints(msgspec.Struct, frozen=True, kw_only=True):
     """What is known about a call's session.
 
     Attributes:
@@ -136,8 +137,7 @@ class PlanHints:
     all_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallPlan:
+class CallPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How a call is served.
 
     Attributes:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import OrderedDict
-from dataclasses import dataclass
+
+import msgspec
 
 from turncache_server.router.alone import Answered
 
@@ -33,8 +34,7 @@ def answer_key(answer_id: str, tenant: str | None) -> str:
     return f"answer {namespaced(answer_id, tenant=tenant)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionEntry:
+class SessionEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What is known about a session.
 
     Attributes:

@@ -68,7 +68,7 @@ class ClientAnswer:
         if self._chunked:
             response.enable_chunked_encoding()
         self._response = response
-        await self._taken(self._begin(response, first))
+        await self._taken(self._begin(response, first), len(first))
         self._transport = self._request.transport
 
     def send(self, data: bytes) -> bool:
@@ -96,7 +96,9 @@ class ClientAnswer:
         Raises:
             ClientGone: the client has left.
         """
-        await self._taken(self._request.writer.drain())
+        transport = self._transport
+        if transport is None or transport.get_write_buffer_size() > _MAX_UNREAD:
+            await self._in_time(self._request.writer.drain())
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream, at the pace that the client reads it.
@@ -114,7 +116,7 @@ class ClientAnswer:
             ClientGone: the client has left.
         """
         assert self._response is not None
-        await self._taken(self._response.write_eof(last))
+        await self._taken(self._response.write_eof(last), len(last))
         return self._response
 
     async def whole(
@@ -127,7 +129,7 @@ class ClientAnswer:
         """
         response = web.Response(status=status, headers=headers, body=body)
         self._response = response
-        await self._taken(self._send_whole(response))
+        await self._taken(self._send_whole(response), len(body))
         return response
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
@@ -155,7 +157,23 @@ class ClientAnswer:
         await response.prepare(self._request)
         await response.write_eof()
 
-    async def _taken(self, sending: Awaitable[None]) -> None:
+    async def _taken(self, sending: Awaitable[None], num_bytes: int) -> None:
+        """Send so many bytes, as long as the client takes them.
+
+        Raises:
+            ClientGone: it has left, or does not read.
+        """
+        transport = self._request.transport
+        unread = 0 if transport is None else transport.get_write_buffer_size()
+        if unread or num_bytes > _MAX_UNREAD // 2:
+            await self._in_time(sending)
+            return
+        try:
+            await sending  # waits for nobody: there is room for all of it, headers included
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def _in_time(self, sending: Awaitable[None]) -> None:
         """Send, as long as the client takes it.
 
         Raises:

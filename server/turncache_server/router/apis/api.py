@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from turncache_server.router.body import Body
 from turncache_server.router.ending import Ending
 from turncache_server.router.errors import ApiError, invalid
@@ -42,8 +44,7 @@ _TEXT_PARTS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallRequest:
+class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request, as far as plan and legs depend on it.
 
     Attributes:
