@@ -187,3 +187,22 @@ def test_an_engine_that_is_no_source_keeps_no_rests(made: World) -> None:
     single.call("c", PROMPT, session="s")
     assert single.extension.gauges()["retained_blocks"] == 10
     assert len(single.extension.rests) == 0
+
+
+def test_an_equal_rest_that_nobody_keeps_hides_none(made: World) -> None:
+    """A second call with the same prompt ends later, and its block goes first."""
+    prefill, decode = pair(made)
+    prefill.call("a", PROMPT, session="s", handover=True)
+    prefill.call("b", PROMPT, session="t", retain_s=0.0)
+    prefill.call("c", tokens(3, start=9))
+    decode.call("d", PROMPT, session="s", source="prefill-0")
+    assert decode.record("d").returned == len(PROMPT) - 1
+
+
+def test_an_engine_whose_blocks_are_given_to_nobody_keeps_no_rests(made: World) -> None:
+    """As after a sibling's synchronous load."""
+    (_, decode) = pair(made)
+    decode.extension.ledger.in_order = False
+    decode.call("d", PROMPT, session="s")
+    assert decode.extension.gauges()["retained_blocks"] == 10
+    assert len(decode.extension.rests) == 0

@@ -156,7 +156,7 @@ class Extension:
         self._unproven = Unproven(self.ledger.epoch)
         # Calls whose steps mark nothing.
         self._unmarked: set[str] = set()
-        self.rests = Rests()
+        self.rests = Rests(self.ledger.epoch)
         # Calls of which some step marked nothing.
         self._unsure: set[str] = set()
         self._queue: FreeQueue | None = None
@@ -619,6 +619,8 @@ class Extension:
         request_id, size = request.request_id, self.facts.block_size
         if self._tracker is None or request_id in self._unmarked or request_id in self._unsure:
             return 0
+        if not self.ledger.in_order or self.facts.unsupported_pull:
+            return 0  # nobody is given anything
         if request.mm_features or request.prompt_embeds is not None:
             return 0  # inputs of other kinds are no part of a rest's key
         complete = self._num_complete(request, block_ids)

@@ -322,7 +322,7 @@ class PullBook:
         else:
             lost = patience.is_worth_it(
                 have_tokens=max(local_tokens, held * self._block_size),
-                all_tokens=len(pull.hashes) * self._block_size,
+                all_tokens=pull.upto(len(pull.hashes), self._block_size),
                 threshold_tokens=self._threshold_tokens,
             )
         if not lost:
@@ -428,12 +428,9 @@ class PullBook:
             return None
         size, first = self._block_size, pull.local_blocks
         remote = answer.block_ids if pull.rest is None else [*answer.block_ids, pull.rest.block_id]
-        count = len(remote) - first
-        if (
-            first * size + external_tokens != pull.upto(len(answer.block_ids), size, pull.rest)
-            or count <= 0
-            or len(blocks) < first + count
-        ):
+        end = pull.upto(len(answer.block_ids), size, pull.rest)
+        count = -(-end // size) - first
+        if first * size + external_tokens != end or count <= 0 or len(blocks) < first + count:
             return None
         pull.state = PullState.READING
         pull.patience = None
@@ -451,7 +448,7 @@ class PullBook:
             attempt=pull.attempts,
             request=request,
             local_blocks=[block.block_id for block in pull.blocks],
-            remote_blocks=remote[first:],
+            remote_blocks=remote[first : first + count],
             num_local_hit_blocks=first,
             engine_id=hello.engine_id,
             host=hello.nixl_host,
@@ -536,6 +533,8 @@ class PullBook:
         end = pull.upto(first + valid, size, rest)
         pull.returned_tokens = end - first * size
         if pull.returned_tokens <= 0:
+            if pull.reason is None:
+                pull.reason = Reason.EVICTED  # a rest alone: its source is well all the same
             # A verified prefix of nothing cannot be expressed by cutting the computed
             # count (vLLM asserts on it with a local hit): the workers report a failure.
             pull.state = PullState.FAILING

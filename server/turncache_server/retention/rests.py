@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 #: Chain hashes to remember rests of; the oldest ones go.
 MOST_PARENTS: Final = 4096
 #: Rests to remember of one chain hash, whose calls went on differently.
-MOST_OF_ONE: Final = 4
+MOST_OF_ONE: Final = 16
 
 
 class Rest(NamedTuple):
@@ -51,20 +51,25 @@ def rest_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class Rests:
-    """The rests of one engine, by the chain hash before them."""
+    """The rests of one engine, by the chain hash before them.
 
-    def __init__(self) -> None:
+    Args:
+        epoch: present epoch of each block; a rest holds for one epoch of its block.
+    """
+
+    def __init__(self, epoch: Sequence[int]) -> None:
+        self._epoch = epoch
         self._by_parent: dict[bytes, tuple[Rest, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._by_parent)
 
     def note(self, parent: bytes, rest: Rest) -> None:
-        """Remember a rest; of equal ones the newest counts. Engine thread only."""
+        """Remember a rest, beside equal ones: any may be kept longest. Engine thread only."""
         others = [
             each
             for each in self._by_parent.pop(parent, ())
-            if each.key != rest.key and each.block_id != rest.block_id
+            if each.epoch == self._epoch[each.block_id] and each.block_id != rest.block_id
         ]
         if len(self._by_parent) >= MOST_PARENTS:
             del self._by_parent[next(iter(self._by_parent))]

@@ -15,6 +15,7 @@ from tests.server.connector.peer_fakes import (
     confirms,
     holds,
 )
+from turncache.protocol import Reason
 from turncache_server.connector.costs import PullCosts
 from turncache_server.connector.pull import PullBook
 from turncache_server.connector.pull_state import HandBack, Read
@@ -199,6 +200,12 @@ def test_a_rest_alone_that_is_not_confirmed_fails_the_read() -> None:
     back = desk.settle(0, confirmed=False)
     assert not back.add
     assert desk.book.take_failures() == {R}
+    desk.book.completed({R}, {R}, MAP, 101.0)
+    pull = desk.book.get(R)
+    assert pull is not None
+    assert pull.reason is Reason.EVICTED
+    chain = hashes(2)
+    assert desk.book.start("next", "s", "decode-0", chain, 101.0) is None, "its source is well"
 
 
 def test_a_prompt_that_fills_its_last_block_is_pulled_but_for_one_token() -> None:

@@ -37,7 +37,7 @@ class Engine:
         self.content: list[bytes | None] = [None] * num_blocks
         self.serving = True
         self.awaited: set[bytes] = set(CHAIN)
-        self.rests = Rests()
+        self.rests = Rests(self.ledger.epoch)
         self.source = self.make_source(Source)
 
     def make_source(self, kind: type[Source]) -> Source:

@@ -31,25 +31,38 @@ def test_a_key_names_one_chain_and_its_tokens(
     assert (rest_key(parent, tokens) == rest_key(other, others)) is same
 
 
-def test_of_equal_rests_the_newest_is_remembered() -> None:
-    """Its block is the one that is kept longest."""
-    rests = Rests()
+def test_equal_rests_are_remembered_side_by_side() -> None:
+    """Nobody may keep the newest: then an older one is still there to be named."""
+    rests = Rests([1] * 8)
     for block_id in (3, 4):
         rests.note(b"p", rest(block_id, 7, 8))
-    assert [each.block_id for each in rests.after(b"p")] == [4]
+    assert [each.block_id for each in rests.after(b"p")] == [4, 3]
+
+
+def test_what_has_been_handed_out_is_forgotten_first() -> None:
+    """It takes no room from what is still there."""
+    epoch = [1] * 8
+    rests = Rests(epoch)
+    for block_id in (3, 4):
+        rests.note(b"p", rest(block_id, block_id))
+    epoch[3] = 2
+    rests.note(b"p", rest(5, 5))
+    assert [each.block_id for each in rests.after(b"p")] == [5, 4]
 
 
 def test_a_block_is_remembered_once() -> None:
     """It holds what it was given last."""
-    rests = Rests()
+    epoch = [1] * 8
+    rests = Rests(epoch)
     rests.note(b"p", rest(3, 7, epoch=1))
+    epoch[3] = 2
     rests.note(b"p", rest(3, 7, 8, epoch=2))
     assert rests.after(b"p") == (rest(3, 7, 8, epoch=2),)
 
 
 def test_calls_that_went_on_differently_are_told_apart() -> None:
     """So many of one chain hash, the newest first."""
-    rests = Rests()
+    rests = Rests([1] * (MOST_OF_ONE + 2))
     for token in range(MOST_OF_ONE + 2):
         rests.note(b"p", rest(token, token))
     newest = range(MOST_OF_ONE + 1, 1, -1)
@@ -59,7 +72,7 @@ def test_calls_that_went_on_differently_are_told_apart() -> None:
 
 def test_the_oldest_go_first() -> None:
     """What is remembered is bounded; a hash that is noted again counts as new."""
-    rests = Rests()
+    rests = Rests([1] * 8)
     for number in range(MOST_PARENTS):
         rests.note(number.to_bytes(4, "big"), rest(1, number))
     rests.note((0).to_bytes(4, "big"), rest(2, 5))
