@@ -103,6 +103,12 @@ def _policy_of(settings: Settings) -> tuple[Policy, str | None]:
         return Deadline(), str(error)
 
 
+def _num_computed(request: Any) -> int:
+    """Return how many tokens of a call that has ended have KV: the last sampled one has none."""
+    # With asynchronous scheduling the count may include a step that the end cut off.
+    return int(min(request.num_computed_tokens, request.num_tokens - 1))
+
+
 class Extension:
     """Retention, written marks and call records of one engine.
 
@@ -515,14 +521,15 @@ class Extension:
             The session and for how many seconds it is kept, None when nothing is.
         """
         self._in_flight.discard(request.request_id)
-        rest_tokens = self._rest_tokens(request, block_ids)
+        call = self._calls.pop(request.request_id, None)
+        # Only sessions' calls leave rests: any other one must not pay for the look.
+        rest_tokens = 0 if call is None else self._rest_tokens(request, block_ids)
         self._unmarked.discard(request.request_id)
         self._unsure.discard(request.request_id)
         unproven = self._unproven.ended(request.request_id, block_ids) and self.acting
         if unproven:
             rest_tokens = 0
             self._forget_unproven()
-        call = self._calls.pop(request.request_id, None)
         if call is None:
             if self._recording is not None:
                 self._write_down(self._recording, request, block_ids, None, None, rest=False)
@@ -574,10 +581,8 @@ class Extension:
         )
 
     def _num_complete(self, request: Any, block_ids: list[int]) -> int:
-        # The last sampled token has no KV, so the block that it fills is not complete.
         return min(
-            # With asynchronous scheduling the count may include a step that the end cut off.
-            min(request.num_computed_tokens, request.num_tokens - 1) // self.facts.block_size,
+            _num_computed(request) // self.facts.block_size,
             len(request.block_hashes),
             len(block_ids),
         )
@@ -624,12 +629,12 @@ class Extension:
         if request.mm_features or request.prompt_embeds is not None:
             return 0  # inputs of other kinds are no part of a rest's key
         complete = self._num_complete(request, block_ids)
-        tokens = min(request.num_computed_tokens, request.num_tokens - 1) - complete * size
-        return int(tokens) if 0 < complete < len(block_ids) and 0 < tokens < size else 0
+        tokens = _num_computed(request) - complete * size
+        return tokens if 0 < complete < len(block_ids) and 0 < tokens < size else 0
 
     def _rest_of(self, request: Any, block_id: int, parent: bytes, rest_tokens: int) -> ChainBlock:
         """Note what a call leaves in a block behind the one of hash ``parent``."""
-        end = min(request.num_computed_tokens, request.num_tokens - 1)
+        end = _num_computed(request)
         key = rest_key(parent, request.all_token_ids[end - rest_tokens : end])
         rest = Rest(block_id, self.ledger.epoch[block_id], rest_tokens, key)
         self.rests.note(parent, rest)
